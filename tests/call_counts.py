@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -72,16 +73,17 @@ def counted(call: Callable[[], Any], *, threads: bool = True) -> Counts:
     return Counts(calls[0], builtins[0], system, **{what: taken[what] for what in BYTES}, held=held)
 
 
-def walked(call: Callable[[], Any]) -> tuple[int, int]:
-    """Returns how many files of Treering a call enters, in all threads, and how many calls of functions it makes.
+def walked(call: Callable[[], Any], library: ModuleType = tr) -> tuple[int, int]:
+    """Returns how many files of a library a call enters, in all threads, and how many calls of functions it makes.
 
     A step of a generator is a call. Lambdas and comprehensions are not: not every Python calls the latter.
     """
     entered: list[str] = []
+    folder = str(pathlib.Path(str(library.__file__)).parent)
 
     def note(frame: Any, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(_HERE) and not code.co_name.startswith("<"):
+        if event == "call" and code.co_filename.startswith(folder) and not code.co_name.startswith("<"):
             entered.append(code.co_filename)
 
     threading.setprofile(note)

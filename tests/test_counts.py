@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as orbax
 import pytest
 
 import treering as tr
@@ -181,6 +182,19 @@ def test_what_a_maintainer_walks_through(
     call()  # Work that a process does only once is then done.
     entered, made = walked(call)
     assert entered <= files + 1 and made <= calls + 10
+
+
+def test_the_adapter_walks_less_than_orbax(paths: Iterator[str]) -> None:
+    """A manager is made, saves a step and is closed: by the adapter in at most 0.6 of the calls of Orbax's own."""
+    state = tree(6)
+
+    def manage(library: Any) -> None:
+        with library.CheckpointManager(next(paths)) as manager:
+            manager.save(0, args=library.args.StandardSave(state))
+
+    manage(ocp), manage(orbax)
+    (files, calls), (_, theirs) = walked(lambda: manage(ocp)), walked(lambda: manage(orbax), orbax)
+    assert files <= 84 and calls <= 908 and calls <= 0.6 * theirs
 
 
 def stalling(paths: Iterator[str], state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Counts:

@@ -25,13 +25,11 @@ from ._core.describe import describe_entry
 from ._core.entries import KEY_SIZES, visible_shape
 from ._core.views import Leaf, padded, part, tiled, transposed, wrapped
 from ._core.views import cast as _cast
-from ._core.views_groups import mapped
-from ._core.views_packed import Packing, packed, unpacked
-from ._core.views_reshaped import reshaped
+from ._core.views_groups import mapped, reshaped
+from ._core.views_quantized import Packing, packed, unpacked
 from ._rules.base import Rule, axis_of, compile_pattern, dtype_text, fill_value, require_integers, require_texts
 from ._rules.dequantize import Dequantize
-from ._rules.each import Copy, Drop, Each, Rename
-from ._rules.groups import Combine, Concat, Scale, Split, Stack, Unstack
+from ._rules.groups import Combine, Concat, Copy, Drop, Each, Rename, Scale, Split, Stack, Unstack
 from ._rules.peft import Peft, check_alpha, read_config
 from .errors import MismatchError
 

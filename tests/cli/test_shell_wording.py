@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from treering._cli.main import cli
-from treering._cli.shell_wording import to_shell_wording
+from treering._cli.main import cli, to_shell_wording
 
 _SOURCE = pathlib.Path(tr.__file__).parent
 # No command prints the messages of these modules: jobs, processes, templates, rules without an option, and help.

@@ -13,8 +13,8 @@ import treering as tr
 import zygote
 from treering._run.background_queue import BackgroundQueue
 from treering._save.pending import PendingSave
-from treering._threads import latch, pool
-from treering._threads.prefetch import Task
+from treering._threads import pool, thread
+from treering._threads.pool import Task
 from treering._threads.thread import Thread, start_threads
 from treering.stores.objects import upload
 
@@ -48,7 +48,7 @@ def no_memory(*args: Any, **options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: Any) -> None:
-    monkeypatch.setattr(latch, "_MAX_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(thread, "_MAX_WAIT_SECONDS", 0.02)
     monkeypatch.setattr(pool, "_WORKER_POLL_SECONDS", 0.02)
     monkeypatch.setattr(pool, "_LOST_POLL_SECONDS", 0.02)
     monkeypatch.setattr(upload, "_LOST_POLL_SECONDS", 0.02)

@@ -25,7 +25,7 @@ from treering.formats import ArrayEntry, Box
 from treering.formats._shared.extents import check_shape
 from treering.formats._shared.reader import ForeignReader
 from treering.formats.tensorflow.table import crc32c, masked
-from treering.formats.zarr.format import FORMAT as ZARR_FORMAT
+from treering.formats.zarr import FORMAT as ZARR_FORMAT
 from treering.stores.file_io import read_file
 from treering.stores.sequential import file_of_new_folder
 from treering.stores.store import Store

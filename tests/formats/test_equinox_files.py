@@ -23,7 +23,7 @@ from hostile_input import damaged, outcome, shuffled
 from treering import formats, rules, stores
 from treering._core.boxes import full_box
 from treering.errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsafeError, UnsupportedError
-from treering.formats.equinox.read import EquinoxReader
+from treering.formats.equinox.files import EquinoxReader
 from treering.stores.posix import Disk
 
 REAL = Path(__file__).parent.parent / "real" / "equinox" / "model.eqx"
@@ -384,9 +384,9 @@ def test_what_equinox_could_not_read_is_named(tmp_path: Path) -> None:
 
 
 def test_large_arrays_are_written_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from treering.formats.equinox import write
+    from treering.formats.equinox import files
 
-    monkeypatch.setattr(write, "_SLICE_BYTES", 100)
+    monkeypatch.setattr(files, "_SLICE_BYTES", 100)
     tree = [noise(np.float32, (7, 11, 3)), noise(np.int8, (555,)), noise(np.float64, ())]
     tr.save(tmp_path / "x.eqx", tree)
     assert all(same(x, y) for x, y in zip(eqx.tree_deserialise_leaves(tmp_path / "x.eqx", tree), tree, strict=True))

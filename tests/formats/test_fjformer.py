@@ -30,8 +30,8 @@ from helpers import REAL, assert_described, assert_read_as_by, assert_same, desc
 from hostile_input import damaged, outcome, shuffled
 from treering import formats, stores
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsafeError, UnsupportedError
+from treering.formats import fjformer
 from treering.formats._shared import state_dict_write
-from treering.formats.fjformer import format as fjformer
 from treering.stores.posix import Disk
 
 FORMAT = formats.get("easylm")

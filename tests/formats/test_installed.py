@@ -9,7 +9,7 @@ import pytest
 
 _FORMAT = """
 import numpy as np
-from treering.formats.safetensors.format import FORMAT as SAFETENSORS
+from treering.formats.safetensors import FORMAT as SAFETENSORS
 
 class _Format:
     name = "mine"

@@ -183,7 +183,7 @@ def test_partitioned_variables(tmp_path: Path, shape: tuple[int, ...], parts: li
 
 
 def test_the_ordered_code() -> None:
-    from treering.formats.tensorflow.index import _sortable
+    from treering.formats.tensorflow.table import _sortable
 
     assert sortable(0x424242).hex() == "f0424242" and sortable(-0x800).hex() == "3800"  # TensorFlow's examples
     for number in [n + d for n in (0, 64, 8192, 2**20, 2**34, 2**62, -(2**62)) for d in (-65, -64, -1, 0, 1, 63, 64)]:

@@ -26,7 +26,7 @@ from treering.formats._zarr.array import ZarrArray
 from treering.formats._zarr.chunks import Chunks
 from treering.formats._zarr.folder import Folder
 from treering.formats._zarr.metadata import can_hold
-from treering.formats._zarr.writer import Writer
+from treering.formats._zarr.writer import ZarrWriter
 from treering.stores.filesystem import Filesystem
 from treering.stores.posix import Disk
 
@@ -92,7 +92,7 @@ def write(
 ) -> None:
     """Writes one array, into a folder or under a name in a database."""
     folder, name = os.path.split(path) if base is None else (base, path)
-    with Writer(Filesystem(Disk()), folder, driver=driver, ocdbt=base is not None) as writer:
+    with ZarrWriter(Filesystem(Disk()), folder, driver=driver, ocdbt=base is not None) as writer:
         writer.add(name, shape, dtype, read_box, chunks=Chunks(chunks), compressor={"id": "gzip", "level": 1})
 
 
@@ -482,7 +482,7 @@ def test_after_an_error_nothing_is_written_any_more(tmp_path: Path, ocdbt: bool)
 
     for n in range(20):
         folder = tmp_path / str(n)
-        writer = Writer(Filesystem(Disk()), str(folder), driver="zarr", ocdbt=ocdbt)
+        writer = ZarrWriter(Filesystem(Disk()), str(folder), driver="zarr", ocdbt=ocdbt)
         with pytest.raises(OSError, match="the source"):
             writer.add("a", (9, 1 << 20), "float32", read_box, chunks=Chunks((1, 1 << 20)), compressor=None)
         shutil.rmtree(folder)

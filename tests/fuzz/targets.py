@@ -9,20 +9,15 @@ import numpy as np
 from treering import stores
 from treering._core.boxes import full_box
 from treering.errors import TreeringError
+from treering.formats import dcp, equinox, fjformer, flax, keras, torch
 from treering.formats._shared.pickles import read_pickle
 from treering.formats._zarr import metadata
-from treering.formats.dcp import format as dcp
-from treering.formats.equinox import format as equinox
-from treering.formats.fjformer import format as fjformer
-from treering.formats.flax import format as flax
-from treering.formats.keras import format as keras
 from treering.formats.safetensors import header as safetensors
 from treering.formats.safetensors.read import open_files
 from treering.formats.safetensors.schema import read_sidecar
 from treering.formats.tensorflow import table
-from treering.formats.tensorflow.index import read_header, read_tensor
-from treering.formats.torch import format as torch
-from treering.formats.torch.tree import Leaves
+from treering.formats.tensorflow.table import read_header, read_tensor
+from treering.formats.torch.tree import TorchLeaves
 from treering.formats.treering import manifest
 from treering.formats.treering.read import Reader
 
@@ -88,7 +83,7 @@ def _pickle(data: bytes, folder: Path) -> None:
     (folder / "pickle").mkdir(exist_ok=True)
     (folder / "pickle" / ".metadata").write_bytes(data)
     try:
-        Leaves(read_pickle(data, "x"), None, "x")
+        TorchLeaves(read_pickle(data, "x"), None, "x")
     except TreeringError:
         pass
     _all_of(dcp.FORMAT.open(stores.get(""), str(folder / "pickle")))

@@ -101,9 +101,9 @@ def what_one_process_cannot_write_in_parts() -> None:
 def a_chunk_that_process_0_does_not_see_is_no_checkpoint(GONE: Any) -> None:
     import shutil
 
-    from treering.formats._zarr.writer import Writer
+    from treering.formats._zarr.writer import ZarrWriter
 
-    close = Writer.close
+    close = ZarrWriter.close
 
     def loses(self):
         close(self)
@@ -111,7 +111,7 @@ def a_chunk_that_process_0_does_not_see_is_no_checkpoint(GONE: Any) -> None:
             one = next(pathlib.Path(self._path).glob(GONE[FORMAT]))
             shutil.rmtree(one) if one.is_dir() else one.unlink()
 
-    Writer.close = loses
+    ZarrWriter.close = loses
     tree = {"w": put(np.full((64, 64), 1.0, np.float32), P("x")), "n": np.arange(9), "m": np.arange(8)}
     found = []
     for FORMAT in GONE:
@@ -179,12 +179,12 @@ def save_in_each(FORMATS: Any) -> None:
 
 
 def one_ends_after_its_part(FORMAT: Any, WHO: Any, KILLED: Any) -> None:
-    from treering.formats._zarr.writer import Writer
+    from treering.formats._zarr.writer import ZarrWriter
 
     first = {"w": put(np.full((64, 64), 1.0, np.float32), P("x")), "n": np.arange(9)}
     second = {"w": put(np.full((64, 64), 2.0, np.float32), P("x")), "n": np.arange(9) + 1}
     tr.save(tmp / "c", first, format=FORMAT)
-    close = Writer.close
+    close = ZarrWriter.close
 
     def dies(self):
         close(self)  # dies after its part is written
@@ -193,5 +193,5 @@ def one_ends_after_its_part(FORMAT: Any, WHO: Any, KILLED: Any) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(28, "No space left on device")
 
-    Writer.close = dies
+    ZarrWriter.close = dies
     report(caught(tr.save, tmp / "c", second, format=FORMAT, overwrite=True, timeout=4))

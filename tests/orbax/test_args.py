@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treering.orbax as ocp
 from treering.errors import MismatchError, TreeringError, UnsupportedError
-from treering.orbax import kinds
+from treering.orbax import registration
 
 
 class _Own(ocp.CheckpointHandler):
@@ -157,18 +157,18 @@ def test_arguments_of_orbax_itself_and_of_grain_are_recognized() -> None:
         (real.args.Composite(a=real.args.JsonRestore()), "composite"),
         (grain.CheckpointSave(iter([])), "iterator"),
     ]:
-        assert kinds.args_kind(theirs) == kind
-    assert kinds.handler_kind(real.StandardCheckpointHandler()) == "standard"
-    assert kinds.handler_kind(_Own()) == "own"
-    assert kinds.handler_kind(type("Mine", (ocp.JsonCheckpointHandler,), {"save": print})()) == "own"
+        assert registration.args_kind(theirs) == kind
+    assert registration.handler_kind(real.StandardCheckpointHandler()) == "standard"
+    assert registration.handler_kind(_Own()) == "own"
+    assert registration.handler_kind(type("Mine", (ocp.JsonCheckpointHandler,), {"save": print})()) == "own"
     assert ocp.args.get_registered_handler_cls(real.args.JsonSave) is real.JsonCheckpointHandler
 
 
 def test_arguments_of_another_handler_are_refused() -> None:
     with pytest.raises(MismatchError, match="StandardCheckpointHandler: expected its own arguments, found JsonSave"):
-        kinds.resolve(ocp.args.JsonSave({}), ocp.StandardCheckpointHandler())
+        registration.resolve(ocp.args.JsonSave({}), ocp.StandardCheckpointHandler())
     with pytest.raises(MismatchError, match="register_with_handler"):
-        kinds.resolve(object())
+        registration.resolve(object())
 
 
 def test_restore_args_say_the_kinds_of_a_target() -> None:

@@ -19,7 +19,7 @@ import treering as tr
 import treering.orbax as ocp
 from helpers import assert_same
 from treering.errors import MismatchError, UnsupportedError
-from treering.orbax import handler_files, items, nodes
+from treering.orbax import items, nodes
 
 Point = collections.namedtuple("Point", "x y")
 WRITES = pytest.mark.parametrize("write", ["treering", "orbax"])
@@ -403,7 +403,7 @@ def test_no_file_of_a_handler_is_written_out_of_its_directory(tmp_path: Path, fi
     for use in (
         lambda: tr.convert(tmp_path / "evil", tmp_path / "to", format="orbax", composite=True),
         lambda: items.restore_item(tr.open(tmp_path / "evil"), "own", _LinesRestore()),
-        lambda: handler_files.write_files(found, str(tmp_path / "evil")),
+        lambda: nodes.write_files(found, str(tmp_path / "evil")),
     ):
         with pytest.raises(UnsupportedError, match=r"relative path of a file within its folder|is a file, and so no"):
             use()
@@ -472,6 +472,6 @@ def test_the_format_is_chosen_by_an_argument_or_the_environment(monkeypatch: pyt
 
 
 def test_handlers_of_ones_own_refuse_jobs_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler_files, "is_multi_process", lambda: True)
+    monkeypatch.setattr(nodes, "is_multi_process", lambda: True)
     with pytest.raises(UnsupportedError, match="one process only"):
         items.save_tree(_LinesSave(["a"]))

@@ -24,7 +24,7 @@ import treering.orbax as ocp
 from jobs import run_job
 from treering import stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
-from treering.formats.orbax import removal
+from treering.formats.orbax.run import unpublish
 from treering.orbax import policies
 from treering.orbax.options import preservation_policy
 from treering.stores import file_io
@@ -684,7 +684,7 @@ def test_steps_of_orbax_in_a_bucket(tmp_path: Path) -> None:
         save(ours, 1, 2)
         ours.wait_until_finished()
         store, root = stores.get(run), ours._run.directory
-        remove = removal.unpublish(store, f"{root}/1")
+        remove = unpublish(store, f"{root}/1")
         assert ours.all_steps(read=True) == [2]
         remove()
         assert not list(file_io.files_in(store, f"{root}/1"))

@@ -29,7 +29,7 @@ from treering._pytree.leaves import Catalogue, Described, LocalShard, write_orde
 from treering._save import layout, second_copies
 from treering._save.layout import PlannedFile
 from treering.formats.safetensors import header as safetensors
-from treering.formats.treering import complete_copies, manifest
+from treering.formats.treering import host_files, manifest
 from treering.formats.treering.manifest import piece_key
 from treering.formats.treering.manifest_fields import ArrayRow, File, Manifest
 
@@ -548,7 +548,7 @@ def test_after_the_loss_of_any_disk_every_file_is_on_another(state: State, data:
     # A writer sends what another host holds only if that keeper would write less than an eighth of what is sent anyway.
     assert held_elsewhere * 8 <= sent * (state.count - 1)
     sizes_on = {disk: {name: len(one.data) for name, one in own.items()} for disk, own in disks.items()}
-    for process, missing in complete_copies.missing_copies(files, sizes_on, hosts).items():
+    for process, missing in host_files.missing_copies(files, sizes_on, hosts).items():
         for one in missing:
             assert one.file.name not in disks[hosts[process]]
             disks[hosts[process]][one.file.name] = disks[hosts[one.source]][one.file.name]
@@ -559,7 +559,7 @@ def test_after_the_loss_of_any_disk_every_file_is_on_another(state: State, data:
         # The next job has an empty disk instead of the lost one, and sends the files that lack a copy again.
         there = {disk: {name: len(one.data) for name, one in own.items()} for disk, own in disks.items()}
         there[lost] = {}
-        for process, missing in complete_copies.missing_copies(files, there, hosts).items():
+        for process, missing in host_files.missing_copies(files, there, hosts).items():
             there[hosts[process]].update({one.file.name: one.file.size for one in missing})
         assert all(sum(file.name in own for own in there.values()) == 2 for file in files)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import treering as tr
-from treering._pytree import pending_states
+from treering._pytree import iterators
 from treering._pytree.iterator_restore import misfit
 from treering.errors import MismatchError, UnsupportedError
 
@@ -195,11 +195,11 @@ def test_nothing_is_kept_of_an_iterator_that_is_dropped(at_seven: pathlib.Path) 
             super().__init__()
             self.me, self.all = self, [self, {"me": self}]
 
-    kept = [*pending_states._pending]
+    kept = [*iterators._pending]
     for make in (Deferred, Itself):
         ref = weakref.ref(restored(at_seven / "0", make()))
         gc.collect()
-        assert ref() is None and [*pending_states._pending] == kept
+        assert ref() is None and [*iterators._pending] == kept
 
 
 def test_an_iterator_that_cannot_be_watched_is_named(at_seven: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

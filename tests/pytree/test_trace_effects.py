@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 
 import treering as tr
-from treering._pytree import leaks, trace_effects
+from treering._pytree import trace_effects
 from treering.errors import UnsupportedError
 
 pytestmark = pytest.mark.compat
@@ -371,7 +371,7 @@ def test_what_another_thread_changes_during_the_trace_is_kept(tmp_path: pathlib.
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the objects of each walk."""
     counts: list[int] = []
-    edges = leaks.edges
+    edges = trace_effects.edges
 
     def counted(roots: Any) -> Any:
         counts.append(0)
@@ -379,7 +379,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             counts[-1] += 1
             yield edge
 
-    monkeypatch.setattr(leaks, "edges", counted)
+    monkeypatch.setattr(trace_effects, "edges", counted)
     return counts
 
 
@@ -405,4 +405,4 @@ def test_a_pure_init_is_only_traced_and_little_is_searched(tmp_path: pathlib.Pat
         ckpts.restore_or_init(init)
     assert calls == [True] and max(walks) < 1000
     assert sum(isinstance(one, kind) for one in gc.get_objects()) == len(of_others)
-    assert next(itertools.islice(leaks.edges([init]), 0, 1))[1] is init
+    assert next(itertools.islice(trace_effects.edges([init]), 0, 1))[1] is init

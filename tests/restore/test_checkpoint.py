@@ -14,7 +14,7 @@ import pytest
 import treering as tr
 from treering import Checkpoint
 from treering._core.entries import ValueEntry
-from treering._core.subtree import subtree_of
+from treering._core.source import subtree_of
 from treering.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 
 TREE = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jobs import run_job
 from sampling import sample_points
 from treering._restore.collective_read import assign_reads, exchange_members
-from treering._threads.prefetch import prefetch
+from treering._threads.pool import prefetch
 
 pytestmark = pytest.mark.long
 

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import treering as tr
 from helpers import assert_same
 from treering import rules
-from treering._core import leaf_paths, views, views_groups, views_reshaped
+from treering._core import leaf_paths, views, views_groups
 from treering._core.entries import ArrayEntry
 from treering.errors import CorruptError, MismatchError, UnsupportedError
 
@@ -170,7 +170,7 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
             merged = list(factors)
             if len(merged) > 1 and data.draw(st.booleans()):
                 merged = [merged[0] * merged[1], *merged[2:]]
-            leaf, expected = views_reshaped.reshaped(leaf, tuple(merged)), expected.reshape(merged)
+            leaf, expected = views_groups.reshaped(leaf, tuple(merged)), expected.reshape(merged)
     box = tuple((a, data.draw(st.integers(a, n))) for n in expected.shape for a in [data.draw(st.integers(0, n))])
     plan = leaf.plan_of(box)
     found = plan.make(Memory().read(plan.needs))
@@ -181,7 +181,7 @@ def test_boxes_of_reshaped_and_transposed_arrays(data: st.DataObject) -> None:
 def test_a_part_of_reshaped_layers_reads_itself_alone() -> None:
     found = views.plain_leaves({f"{n}": ArrayEntry(f"{n}", "numpy", "float32", (12, 8)) for n in range(3)})
     stacked = views.transposed(views_groups.stacked(list(found.values()), "x", 0), (0, 2, 1))
-    split = views_reshaped.reshaped(stacked, (3, 2, 4, 4, 1, 3))
+    split = views_groups.reshaped(stacked, (3, 2, 4, 4, 1, 3))
     for box, rows in {
         ((0, 3), (0, 2), (0, 4), (1, 3), (0, 1), (0, 3)): (
             (3, 9),

@@ -67,7 +67,7 @@ class Seconds(click.ParamType):
         raise click.BadParameter(f"{value!r}: expected a time, such as 12h or 7d (s, m, h, d or w)", ctx, param)
 
 
-class Format(click.ParamType):
+class FormatName(click.ParamType):
     """The name of a format."""
 
     name = "name"
@@ -82,7 +82,7 @@ class Format(click.ParamType):
             raise click.BadParameter(str(error).removeprefix("format="), ctx, param) from None
 
 
-class Rename(click.ParamType):
+class RenameOption(click.ParamType):
     """A renaming rule: ``PATTERN=NEW``."""
 
     name = "pattern=new"
@@ -114,7 +114,7 @@ class Subset(click.ParamType):
         raise click.BadParameter(f"{value!r}: expected a part such as 2/5, or bytes such as 10G", ctx, param)
 
 
-class Steps(click.ParamType):
+class StepNumbers(click.ParamType):
     """Steps of a run: ``100,200..300`` is step 100 and all steps from 200 to 300."""
 
     name = "steps"

@@ -13,7 +13,7 @@ from textual.widgets import Footer, Input, Static, Tree
 from textual.widgets.tree import TreeNode
 
 from .. import stores
-from .._core.outline import Node, outline
+from .._core.outline import OutlineNode, outline
 from .._core.units import count, nbytes
 from .._printable import safe, safe_lines
 from .._restore.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ class TreeItem:
     """A node of the tree on the screen: a node of a checkpoint, or a step that unfolding opens."""
 
     ckpt: Checkpoint | None
-    node: Node | None
+    node: OutlineNode | None
     step: int | None = None
     path: str = ""
 
@@ -143,12 +143,12 @@ def _leads_to(child: TreeNode[TreeItem], path: str) -> bool:
     return node.path == path or path.startswith(node.path + "/")
 
 
-def _is_group(node: Node) -> bool:
+def _is_group(node: OutlineNode) -> bool:
     # Only groups made by `_group` have no path of their own.
     return node.path == "" and bool(node.children)
 
 
-def _group_children(node: Node) -> Node:
+def _group_children(node: OutlineNode) -> OutlineNode:
     """Cuts containers with more than `_MAX_CHILDREN` children into groups, in place, and returns the tree."""
     for _, one in [(0, node), *node.walk()]:
         if len(one.children) > _MAX_CHILDREN:
@@ -156,12 +156,12 @@ def _group_children(node: Node) -> Node:
     return node
 
 
-def _chunks(children: Sequence[Node]) -> Iterable[Sequence[Node]]:
+def _chunks(children: Sequence[OutlineNode]) -> Iterable[Sequence[OutlineNode]]:
     return (children[start : start + _MAX_CHILDREN] for start in range(0, len(children), _MAX_CHILDREN))
 
 
-def _group(children: Sequence[Node]) -> Node:
-    group = Node(f"{children[0].name} … {children[-1].name}", "", children=list(children))
+def _group(children: Sequence[OutlineNode]) -> OutlineNode:
+    group = OutlineNode(f"{children[0].name} … {children[-1].name}", "", children=list(children))
     group.leaves = sum(child.leaves for child in children)
     group.nbytes = sum(child.nbytes for child in children)
     return group

@@ -9,14 +9,14 @@ import click
 from .._core.units import count, nbytes, number
 from .._core.units import sharding as sharding_text
 from .._printable import safe
-from .arguments import BEST, PREFIX, STEP, Format
+from .arguments import BEST, PREFIX, STEP, FormatName
 from .leaf_text import describe_node, quantized_roles
 from .listing import chosen_step
 from .output import PATH, as_json, local_time, say, say_json, table, terminal_columns, truncate, utc_time
 
 if TYPE_CHECKING:
     from .._core.entries import Entry
-    from .._core.outline import Node
+    from .._core.outline import OutlineNode
     from .._restore.checkpoint import Checkpoint
     from .._tools.diff import ValueChange
     from .._tools.stats import Stats
@@ -40,7 +40,7 @@ def _open(
 _STEP_OPTION = click.option(
     "--step", type=STEP, metavar="N", help="The step of a run; by default the latest valid one."
 )
-FORMAT = click.option("--format", type=Format(), help="The format to read; by default recognized from the files.")
+FORMAT = click.option("--format", type=FormatName(), help="The format to read; by default recognized from the files.")
 
 
 @click.command()
@@ -140,7 +140,7 @@ def _show_head(ckpt: "Checkpoint", path: str) -> None:
     say()
 
 
-def _name(node: "Node") -> str:
+def _name(node: "OutlineNode") -> str:
     return safe(node.name) + (f" ×{node.alike}" if node.alike > 1 else "")
 
 

@@ -1,9 +1,10 @@
-"""The commands that write checkpoints to other formats and places: convert, cp."""
+"""The commands that write checkpoints to other formats and places (convert, cp, pull), and migrate for programs."""
 
 import contextlib
 import dataclasses
 import logging
 import posixpath
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,27 +12,28 @@ import click
 from .._core.units import count, nbytes
 from .._printable import safe
 from ..errors import TreeringError
-from .arguments import BEST, MAX_EXPANSION, PREFIX, STEP, Bytes, Format, Rename, Steps
+from .arguments import BEST, MAX_EXPANSION, PREFIX, STEP, Bytes, FormatName, RenameOption, StepNumbers
 from .listing import chosen_step
 from .output import FAILED, PATH, as_json, say, say_json
-
-_log = logging.getLogger("treering")  # The command prints it in the words of the shell.
 
 if TYPE_CHECKING:
     from .._tools.convert import RunConversion
     from .._tools.copy import CopyResult
+    from .._tools.migrate import Migration
+
+_log = logging.getLogger("treering")  # The command prints it in the words of the shell.
 
 
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--format", type=Format(), help="The format of TARGET; by default that of its suffix, or treering.")
-@click.option("--source-format", type=Format(), help="The format of SOURCE; by default recognized from its files.")
+@click.option("--format", type=FormatName(), help="The format of TARGET; by default that of its suffix, or treering.")
+@click.option("--source-format", type=FormatName(), help="The format of SOURCE; by default recognized from its files.")
 @click.option("--step", type=STEP, metavar="N", help="A step of a run; by default the latest valid one, for orbax all.")
 @BEST
 @click.option("--at", default="", metavar="PATH", help="Only the subtree at this path.")
 @click.option("--drop", multiple=True, metavar="GLOB", help="Omit these leaves.")
-@click.option("--rename", type=Rename(), multiple=True, help="Rename leaves, as treering.rules.rename does.")
+@click.option("--rename", type=RenameOption(), multiple=True, help="Rename leaves, as treering.rules.rename does.")
 @click.option("--dtype", metavar="DTYPE", help="Cast floating-point arrays to this dtype.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint, atomically.")
 @click.option(
@@ -140,7 +142,9 @@ def _say_run(done: "RunConversion", *, dry_run: bool, json_: bool) -> None:
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--steps", type=Steps(), metavar="N,N..N", help="Copy only these steps of a run, such as 100,200..300.")
+@click.option(
+    "--steps", type=StepNumbers(), metavar="N,N..N", help="Copy only these steps of a run, such as 100,200..300."
+)
 @click.option(
     "--overwrite", is_flag=True, help="Read the copies that exist, and replace those that differ or are damaged."
 )
@@ -209,4 +213,74 @@ def _say_copied(done: "CopyResult", overwrite: bool, dry_run: bool) -> None:
     say(f"{count(len(done.copied), 'checkpoint')} {what}, {nbytes(done.nbytes)}{names}{there}")
 
 
-COMMANDS = (convert, cp)
+@click.command()
+@click.argument("path", type=PATH)
+@click.option("--native", is_flag=True, help="Use Treering's own calls instead of the adapter, for the common forms.")
+@click.option("--write", is_flag=True, help="Write the files; by default only print the diff.")
+@as_json
+def migrate(path: str, native: bool, write: bool, json_: bool) -> int:
+    """Change Python programs from Orbax to Treering (needs the extra migrate).
+
+    PATH is a file or a folder. It prints a diff, in which imports of orbax.checkpoint are imports of treering.orbax.
+    Comments and formatting stay. What is left to do by hand is printed on stderr with file and line, and then the exit
+    code is 1.
+    """
+    from ..errors import UnsupportedError
+
+    try:
+        from .._tools.migrate import migrate as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "libcst":
+            raise
+        raise UnsupportedError(f"migrating needs LibCST: pip install 'treering[migrate]' ({error})") from None
+
+    done = run(path, to_native=native, write=write)
+    if json_:
+        say_json({**dataclasses.asdict(done), "findings": [one._asdict() for one in done.findings], "written": write})
+    else:
+        _say(done, write)
+    return FAILED if done.failed else int(bool(done.findings))
+
+
+def _say(done: "Migration", write: bool) -> None:
+    if not write:
+        click.echo(_shown(done.diff), nl=False)
+    for one in done.findings:
+        say(f"{safe(one.file)}:{one.line}: {safe(one.what)}", err=True)
+    for name, why in done.failed.items():
+        say(f"{safe(name)}: {safe(why)}", err=True)
+    skipped = [count(len(names), kind) for names, kind in ((done.notebooks, "notebook"), (done.links, "link")) if names]
+    say(
+        f"{count(done.looked_at, 'file')} read"
+        + (f", {' and '.join(skipped)} not read" if skipped else "")
+        + f"; {len(done.changed)} {'changed' if write else 'would change'}"
+        + f"; {count(len(done.findings), 'place')} left to do by hand"
+    )
+
+
+def _shown(text: str) -> str:
+    """Returns a diff as it is, but without characters that a terminal would obey."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(one if one in "\n\t" or one.isprintable() else safe(one) for one in text)
+
+
+@click.command()
+@click.argument("stream", type=PATH)
+@click.argument("directory", type=PATH)
+@click.option("--version", type=STEP, metavar="N", help="The version; by default the newest that can be read.")
+@click.option("--watch", is_flag=True, help="Continue with each newest version, until the stream is finished.")
+def pull(stream: str, directory: str, version: int | None, watch: bool) -> None:
+    """Keep DIRECTORY a complete Hugging Face checkpoint of a version of published weights.
+
+    DIRECTORY is new, or has a checkpoint in safetensors, whose weights are replaced in one step. Other files stay.
+    """
+    from .._publish.pull import pull
+
+    if watch and version is not None:
+        raise click.UsageError("expected --version or --watch, found both")
+    for number, is_new in pull(stream, directory, version=version, watch=watch):
+        say(f"{safe(directory)}: version {number}{'' if is_new else ', which was there'}")
+
+
+COMMANDS = (convert, cp, migrate, pull)

@@ -276,7 +276,7 @@ class _Deletion:
             say(f"this frees at most {nbytes(self._freed)}: other steps share the remaining files")
 
     def _count_freed(self, rows: "Sequence[Row]") -> int | None:
-        from .._tools.disk_usage import freed_bytes
+        from .._tools.listing import freed_bytes
 
         steps, going = self._directory.steps, [row.path for row in rows]
         return freed_bytes(steps.store, going, set(steps.committed().values()) - set(going))

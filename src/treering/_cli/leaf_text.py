@@ -10,7 +10,7 @@ from .._printable import safe
 
 if TYPE_CHECKING:
     from .._core.lazy import LazyArray
-    from .._core.outline import Node
+    from .._core.outline import OutlineNode
     from .._restore.checkpoint import Checkpoint
     from .._tools.stats import Stats
 
@@ -35,7 +35,7 @@ def _lacks(paths: Sequence[str]) -> str:
     return f" without {' and '.join(names)}" if names else ""
 
 
-def describe_node(ckpt: "Checkpoint", node: "Node", roles: Mapping[str, str] | None = None) -> str:
+def describe_node(ckpt: "Checkpoint", node: "OutlineNode", roles: Mapping[str, str] | None = None) -> str:
     """Returns the description of a node: dtype, shape, size and sharding, or the leaves and bytes of a container.
 
     roles: those of `quantized_roles`.

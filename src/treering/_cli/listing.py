@@ -16,8 +16,7 @@ from .arguments import KEEP, PREFIX, Best, Keep, union
 from .output import FAILED, PATH, as_json, check_one_format, local_time, say, say_csv, say_json, table, utc_time
 
 if TYPE_CHECKING:
-    from .._tools.disk_usage import DiskUsage
-    from .._tools.listing import Listing, Row
+    from .._tools.listing import DiskUsage, Listing, Row
     from ..stores.store import Store
 
 _STATE_COLORS = {"damaged": "red", "unsupported": "red", "closed": "red", "unfinished": "yellow"}
@@ -319,7 +318,7 @@ def du(path: str, depth: int, json_: bool) -> int:
     this user may not read, and ends with exit code 3 then.
     """
     from .. import stores
-    from .._tools.disk_usage import DiskUsage
+    from .._tools.listing import DiskUsage
 
     place = stores.absolute(path)
     usage = DiskUsage(stores.get(place))

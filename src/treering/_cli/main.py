@@ -1,13 +1,16 @@
 """The command `treering`: its subcommands and exit codes. It prints errors without tracebacks."""
 
+import ast
 import contextlib
 import io
 import logging
 import os
+import re
+import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import click
 from click.shell_completion import get_completion_class
@@ -15,13 +18,61 @@ from click.shell_completion import get_completion_class
 from .._printable import safe, safe_lines
 from .._version import __version__
 from ..errors import TreeringError
-from . import contents, copying, deleting, listing, machine, migrating, publishing, report, runs, verifying, viewing
+from . import contents, copying, deleting, listing, runs, verifying, viewing
 from .output import FAILED, say
-from .shell_wording import to_shell_wording
 
+# A message begins with a path, up to a colon. The path may have spaces, and stays as it is.
+_MESSAGE_PATH = re.compile(r"((?:\A|(?<=: ))(?:[A-Za-z][\w+.-]*:)?[/\\].*?(?=: ))")
+# An argument inside another path, such as /data/step=3, does not match.
+_PYTHON_ARGUMENT = re.compile(r"(?<![^\s(])([a-z_]+)=(True|'[^']*'|\"[^\"]*\"|[\w.+-]*[\w]|(?=$|[\s;,.)]))")
+_PYTHON_ADVICE = re.compile(
+    r"(?:[;,:]|,? or) pass [a-z_]+=[^;\n]*"
+    r"|, or pass a store that is registered with [^;\n]*"
+    r"| \(reading needs no Checkpointer: [^)]*\)"
+    r"|, or clip them with rules before the cast: \[[^\n]*\]"
+    r"| to continue from there"
+    r"| to Checkpointer\b"
+)
+_SOURCE_FORMAT = re.compile(r"\bformat=(?P<name>'[^']*') \(treering\.convert: source_format=\)")
+_TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_PYTHON_RULE = re.compile(
+    rf"\b(?:tr|treering)\.rules\.(?P<rule>drop|rename)\b(?:\((?P<old>{_TEXT})(?:, (?P<new>{_TEXT}))?\))?"
+    rf"|\b(?P<text>drop)\((?P<glob>{_TEXT})\)"  # as a rule is named in an error about it
+)
 _NAME = "treering"
 _COMPLETE_VARIABLE = "_TREERING_COMPLETE"  # set by the shell that asks for completions
 _SIGPIPE = getattr(signal, "SIGPIPE", 13)
+
+
+def to_shell_wording(text: str, commands: Mapping[str, click.Command], arguments: Sequence[str]) -> str:
+    """Replaces Python's arguments and rules in a message by the options of the command.
+
+    Advice to pass an argument is removed if the command has no option for it.
+    """
+    command = next((commands[one] for one in arguments if one in commands), None)
+    options = {option.name: option for option in command.params if option.name} if command else {}
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        if name not in options:
+            return match[0]
+        return options[name].opts[-1] + ("" if value in ("", "True") else f" {value.removeprefix('math.')}")
+
+    def rule(match: re.Match[str]) -> str:
+        name = match["rule"] or match["text"]
+        if name not in options:
+            return match[0]
+        values = [ast.literal_eval(value) for value in (match["old"], match["new"]) if value is not None]
+        return f"--{name} {match['glob'] or (shlex.quote('='.join(values)) if values else '')}".rstrip()
+
+    argument = "source_format" if "source_format" in options else "format"
+    text = _SOURCE_FORMAT.sub(rf"{argument}=\g<name>", text)
+    parts = _MESSAGE_PATH.split(text)  # The pattern has one group, so every second part is a path.
+    parts[::2] = (
+        _PYTHON_ADVICE.sub("", _PYTHON_RULE.sub(rule, _PYTHON_ARGUMENT.sub(option, part))) for part in parts[::2]
+    )
+    text = "".join(parts)
+    return text.replace("math.inf", "inf") if "max_expansion" in options else text
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -50,7 +101,7 @@ def completion(shell: str) -> None:
     say(kind(cli, {}, _NAME, _COMPLETE_VARIABLE).source())
 
 
-for module in (listing, contents, verifying, runs, deleting, report, viewing, copying, machine, migrating, publishing):
+for module in (listing, contents, verifying, runs, deleting, viewing, copying):
     for command in module.COMMANDS:
         cli.add_command(command)
 

@@ -1,6 +1,7 @@
-"""The command verify, which reads every byte of checkpoints and runs."""
+"""The commands verify, which reads every byte of checkpoints and runs, and doctor, which tests a place for them."""
 
 import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import Sequence
@@ -8,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .._core.units import count, nbytes
+from .._core.units import count, nbytes, number
 from .._printable import safe
 from ..errors import NotFoundError, TreeringError
-from .arguments import PREFIX, Seconds, Subset
+from .arguments import PREFIX, Bytes, Seconds, Subset
 from .contents import FORMAT
 from .output import FAILED, PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
     from .._tools.check import CheckResult
+    from ..stores.probe import Finding
 
 
 @click.command()
@@ -200,4 +202,40 @@ def _total_bytes(path: str, format: str | None, prefix: str | None) -> int:
     return total
 
 
-COMMANDS = (verify,)
+@click.command()
+@click.argument("place", type=PATH)
+@click.option("--size", type=Bytes(), default="256M", show_default=True, help="Size of the test checkpoint in bytes.")
+@as_json
+def doctor(place: str, size: int, json_: bool) -> None:
+    """Test the features and the speed of PLACE, a directory or the prefix of a bucket.
+
+    Writes files there and removes them. Times a save and a restore of --size bytes: with checksums, and until the disk
+    has the data. The exit code is 3 if the place cannot be tested; advice leaves it at 0.
+    """
+    from .._tools.doctor import examine
+
+    findings = examine(place, size=size)
+    if json_:
+        say_json([dataclasses.asdict(one) for one in findings])
+        return
+    column = max(len(one.name) for one in findings)
+    for one in findings:
+        say(f"{one.name:{column}}  {_finding_text(one)}")
+    for one in findings:
+        if one.advice:
+            say(f"{click.style(one.name, fg='yellow')}: {one.advice}")
+
+
+def _finding_text(one: "Finding") -> str:
+    from ..stores.probe import BYTES_PER_SECOND
+
+    if isinstance(one.value, bool):
+        return click.style("yes", fg="green") if one.value else click.style("no", fg="yellow")
+    if isinstance(one.value, str):
+        return safe(one.value)
+    if one.unit == "seconds":
+        return f"{number(one.value * 1e3)} ms"
+    return nbytes(one.value) + ("/s" if one.unit == BYTES_PER_SECOND else "")
+
+
+COMMANDS = (verify, doctor)

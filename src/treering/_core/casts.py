@@ -17,7 +17,7 @@ _COMPONENTS = {"complex128": "float64", "complex64": "float32", "complex32": "fl
 _WIDE = ("bfloat16", "float32", "float64")
 
 
-class _Range(NamedTuple):
+class _DtypeRange(NamedTuple):
     """The least and the greatest number of a dtype: of integers exactly, of floats without infinities."""
 
     low: float
@@ -68,7 +68,7 @@ def refuse(lost: Sequence[MismatchError]) -> NoReturn:
 
 
 @functools.lru_cache(maxsize=512)
-def _bounds(old: "np.dtype[Any]", new: "np.dtype[Any]") -> _Range | None:
+def _bounds(old: "np.dtype[Any]", new: "np.dtype[Any]") -> _DtypeRange | None:
     """Returns the range of `new` if it lacks a value of `old`; None if it has all, or if one of them is no number."""
     own, bounds = _range(old), _range(new)
     if own is None or bounds is None or new.kind == "b" or dtypes.widens(old, new):
@@ -78,20 +78,20 @@ def _bounds(old: "np.dtype[Any]", new: "np.dtype[Any]") -> _Range | None:
 
 
 @functools.lru_cache(maxsize=512)
-def _range(dtype: "np.dtype[Any]") -> _Range | None:
+def _range(dtype: "np.dtype[Any]") -> _DtypeRange | None:
     import ml_dtypes
 
     if dtype.kind == "b":
-        return _Range(0, 1)
+        return _DtypeRange(0, 1)
     if dtypes.is_integer(dtype):
         integers = ml_dtypes.iinfo(dtype)
-        return _Range(int(integers.min), int(integers.max))
+        return _DtypeRange(int(integers.min), int(integers.max))
     if component := _COMPONENTS.get(dtype.name):
         return _range(dtypes.to_numpy(component))
     if not dtypes.is_float(dtype):
         return None
     floats = ml_dtypes.finfo(dtype)
-    return _Range(float(floats.min), float(floats.max))
+    return _DtypeRange(float(floats.min), float(floats.max))
 
 
 def _numbers(array: "np.ndarray[Any, Any]", new: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
@@ -172,7 +172,7 @@ def _blocks(
 
 
 def _lost(
-    before: "np.ndarray[Any, Any]", after: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]", bounds: _Range
+    before: "np.ndarray[Any, Any]", after: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]", bounds: _DtypeRange
 ) -> "np.ndarray[Any, Any]":
     """Returns which numbers a cast has lost, as booleans."""
     import numpy as np
@@ -199,7 +199,7 @@ def _wider(old: "np.dtype[Any]", new: "np.dtype[Any]", worst: float) -> str:
     return old.name
 
 
-def _clipping(old: "np.dtype[Any]", bounds: _Range, has_nan: bool, path: str) -> str:
+def _clipping(old: "np.dtype[Any]", bounds: _DtypeRange, has_nan: bool, path: str) -> str:
     """Returns the rules that clip the values of a leaf."""
     rules, source = "", old
     if old.kind not in "iuf":  # NumPy clips only its own numbers.
@@ -210,7 +210,7 @@ def _clipping(old: "np.dtype[Any]", bounds: _Range, has_nan: bool, path: str) ->
     return rules + f"tr.rules.map({path!r}, lambda x: {numbers}.clip({low!r}, {high!r}))"
 
 
-def _clip_bounds(source: "np.dtype[Any]", bounds: _Range) -> tuple[float, float]:
+def _clip_bounds(source: "np.dtype[Any]", bounds: _DtypeRange) -> tuple[float, float]:
     """Returns the least and the greatest number of a dtype of NumPy that are within bounds."""
     import numpy as np
 

@@ -36,7 +36,7 @@ class Packed(NamedTuple):
         return xxhash.xxh3_128_hexdigest(self.data.data), self.types
 
 
-class _Reader:
+class _StateReader:
     """The bytes of a packed state that have not been used yet."""
 
     def __init__(self, data: memoryview):
@@ -81,7 +81,7 @@ def unpack(packed: Packed, parse: Callable[[bytes], Any] = msgspec.json.decode, 
 
     exact: see `with_types`.
     """
-    rest = _Reader(np.ascontiguousarray(packed.data).data)
+    rest = _StateReader(np.ascontiguousarray(packed.data).data)
     try:
         text = rest.take(int.from_bytes(rest.take(_LENGTH_BYTES), "little"))
     except ValueError as error:
@@ -260,7 +260,7 @@ def _has_numpy(key: Any) -> bool:
     return any(map(_has_numpy, key)) if isinstance(key, tuple) else isinstance(key, np.generic)
 
 
-def decode_state(value: Any, depth: int, buffers: _Reader | None = None) -> Any:
+def decode_state(value: Any, depth: int, buffers: _StateReader | None = None) -> Any:
     """Undoes `encode_state`. Raises `CorruptError` for other JSON, and if `buffers` has too few bytes."""
     try:
         kind, content = value

@@ -109,12 +109,12 @@ class LazyArray:
         return self.shape[0]
 
     def _repr_html_(self) -> str:
-        from . import html, units
+        from . import printing, units
         from .describe import describe_entry
 
         about = [("array", describe_entry(self._entry)), ("size", units.nbytes(self.nbytes))]
         about += [("sharding", text)] if (text := units.sharding(self.place)) else []
-        return html.page(self._entry.path or "(root)", html.table([*about, ("in", self._reader.path)]))
+        return printing.page(self._entry.path or "(root)", printing.table([*about, ("in", self._reader.path)]))
 
     def __repr__(self) -> str:
         from .describe import describe_entry

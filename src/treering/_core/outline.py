@@ -14,7 +14,7 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 
 
 @dataclasses.dataclass
-class Node:
+class OutlineNode:
     """A leaf or a container, or several siblings that differ only in a number.
 
     name: the key, or for several siblings a text such as ``0…23``.
@@ -26,13 +26,13 @@ class Node:
     name: str
     path: str
     entry: Entry | None = None
-    children: "list[Node]" = dataclasses.field(default_factory=list)
+    children: "list[OutlineNode]" = dataclasses.field(default_factory=list)
     alike: int = 1
     leaves: int = 0
     nbytes: int = 0
     values: int = 0
 
-    def walk(self, depth: int = 0) -> "Iterator[tuple[int, Node]]":
+    def walk(self, depth: int = 0) -> "Iterator[tuple[int, OutlineNode]]":
         """Yields all nodes below this one in order, each with its depth."""
         stack = [(depth, child) for child in reversed(self.children)]
         while stack:
@@ -43,30 +43,30 @@ class Node:
 
 def outline(
     entries: Mapping[str, Entry], *, collapse: bool = True, about: Callable[[ArrayEntry], object] = lambda entry: None
-) -> Node:
+) -> OutlineNode:
     """Returns the tree of leaves by path. With `collapse`, siblings that differ only in a number are one node.
 
     about: returns what is said of an array in addition to its dtype and shape. Arrays with another text are not alike.
     """
-    root = Node("", "")
-    places: dict[str, Node] = {"": root}
+    root = OutlineNode("", "")
+    places: dict[str, OutlineNode] = {"": root}
     for path, entry in entries.items():
         if path:
             _place(places, path).entry = entry
         else:
-            root.children.append(Node("(root)", "", entry))
+            root.children.append(OutlineNode("(root)", "", entry))
     _finish(root, about if collapse else None)
     return root
 
 
-def _place(places: dict[str, Node], path: str) -> Node:
+def _place(places: dict[str, OutlineNode], path: str) -> OutlineNode:
     """Returns the node of a path. Makes it, and the nodes above it that do not exist yet."""
     missing = [path]
     while (above := _above(missing[-1])) not in places:
         missing.append(above)
     node = places[above]
     for one in reversed(missing):
-        child = Node(unescape(one.removeprefix(above + "/" if above else "")), one)
+        child = OutlineNode(unescape(one.removeprefix(above + "/" if above else "")), one)
         node.children.append(child)
         places[one] = node = child
         above = one
@@ -79,7 +79,7 @@ def _above(path: str) -> str:
     return "/".join(path.split("/", _MAX_LEVELS)[:_MAX_LEVELS]) if above.count("/") >= _MAX_LEVELS else above
 
 
-def _finish(root: Node, about: Callable[[ArrayEntry], object] | None) -> None:
+def _finish(root: OutlineNode, about: Callable[[ArrayEntry], object] | None) -> None:
     """Adds up sizes from the leaves to the root. With `about`, also joins siblings that are alike."""
     order = [root, *(node for _, node in root.walk())]
     kinds: dict[int, Hashable] = {}
@@ -109,17 +109,17 @@ def _finish(root: Node, about: Callable[[ArrayEntry], object] | None) -> None:
         kinds[id(node)] = numbers.setdefault(kind, len(numbers))
 
 
-def _joined(children: list[Node], kinds: Mapping[int, Hashable]) -> list[Node]:
+def _joined(children: list[OutlineNode], kinds: Mapping[int, Hashable]) -> list[OutlineNode]:
     """Returns the siblings, with those joined whose names differ only in a number and whose trees are equal.
 
     The joined node has the position of the first of them.
     """
-    groups: dict[Hashable, list[Node]] = {}
+    groups: dict[Hashable, list[OutlineNode]] = {}
     for child in children:
         match = _NUMBERED.fullmatch(child.name)
         key: Hashable = (match[1], match[3], kinds[id(child)]) if match else id(child)
         groups.setdefault(key, []).append(child)
-    joined: list[Node] = []
+    joined: list[OutlineNode] = []
     for group in groups.values():
         name = _joint_name([node.name for node in group]) if len(group) > 1 else None
         if name is None:

@@ -1,16 +1,92 @@
-"""Shows a checkpoint, or a part of one, as text and as HTML: the names and shapes of its leaves."""
+"""Shows a checkpoint, or a part of one, as text and as HTML: the names and shapes of its leaves.
+
+In the HTML, which notebooks show, containers can be folded, and a click copies a path.
+"""
 
 import itertools
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 
 from .._printable import safe
-from . import html, units
 from .describe import describe_entry, value_text
 from .entries import ArrayEntry, Entry
-from .source import Source, arrays_of
-from .subtree import full_source, source_name
+from .outline import OutlineNode, outline
+from .source import Source, arrays_of, full_source, source_name
+from .units import count, nbytes, sharding
+
+_MAX_NODES = 2000  # nodes of a tree that are shown; more would make a notebook slow
+_OPEN_LEVELS = 1  # levels of a tree that are unfolded at first
+
+# All rules name an element with a class of its own, so that they change nothing else on the page.
+_STYLE = (
+    "<style>.treering{font-family:monospace;font-size:90%}.treering details,.treering .leaf{margin-left:1.2em}"
+    ".treering summary{cursor:pointer;margin-left:-1.1em}.treering .path{cursor:copy;font-weight:bold}"
+    ".treering .what{opacity:.7;margin-left:1em}.treering td,.treering th{text-align:left;padding:0 1em 0 0}</style>"
+)
+_COPY = 'onclick="event.preventDefault();navigator.clipboard.writeText(this.title)"'
 
 
-def text(source: Source, most: int) -> str:
+def text(value: object) -> str:
+    """Returns text from a file as HTML that shows it. Markup in the text has no effect."""
+    return escape(safe(value))
+
+
+def path(full: str, shown: str) -> str:
+    """Returns a path that is shown by a shorter name, and that a click copies."""
+    return f'<span class="path" title="{text(full)}" {_COPY}>{text(shown)}</span>'
+
+
+def page(title: str, *parts: str) -> str:
+    """Returns the HTML that a notebook shows for one object."""
+    return f'{_STYLE}<div class="treering"><div><b>{text(title)}</b></div>{"".join(parts)}</div>'
+
+
+def line(*parts: str) -> str:
+    """Returns a line of text, with a dot between its parts."""
+    return f"<div>{text(' · '.join(part for part in parts if part))}</div>"
+
+
+def table(rows: Mapping[str, object] | Sequence[tuple[str, object]]) -> str:
+    """Returns a table of names and values."""
+    pairs = rows.items() if isinstance(rows, Mapping) else rows
+    cells = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in pairs)
+    return f"<table>{cells}</table>"
+
+
+def listed(title: str, items: Sequence[tuple[str, str]]) -> str:
+    """Returns a list of paths, each with a text, that unfolds below a title. Returns "" for no paths."""
+    if not items:
+        return ""
+    lines = [f'<div class="leaf">{path(one, one)}<span class="what">{text(what)}</span></div>' for one, what in items]
+    more = len(lines) - _MAX_NODES
+    rest = f'<div class="leaf">and {more:,} more</div>' if more > 0 else ""
+    return f"<details open><summary>{text(title)}</summary>{''.join(lines[:_MAX_NODES])}{rest}</details>"
+
+
+def tree(entries: Mapping[str, Entry], what: Callable[[Entry], str]) -> str:
+    """Returns the leaves as a tree. Similar siblings are one node. `what` returns the text for a leaf."""
+    left = _MAX_NODES
+
+    def shown(node: OutlineNode, level: int) -> str:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return ""
+        name = path(node.path, node.name + (f" ×{node.alike}" if node.alike > 1 else ""))
+        if node.entry is not None:
+            size = nbytes(node.nbytes) if isinstance(node.entry, ArrayEntry) else ""
+            about = f'<span class="what">{text(what(node.entry))} {text(size)}</span>'
+            return f'<div class="leaf">{name}{about}</div>'
+        about = f'<span class="what">{text(count(node.leaves, "leaf", "leaves"))}, {text(nbytes(node.nbytes))}</span>'
+        inside = "".join(shown(child, level + 1) for child in node.children)
+        opened = " open" if level < _OPEN_LEVELS else ""
+        return f"<details{opened}><summary>{name}{about}</summary>{inside}</details>"
+
+    parts = "".join(shown(child, 0) for child in outline(entries, about=what).children)
+    return parts + (f'<div class="leaf">and {-left:,} more lines; print() shows all</div>' if left < 0 else "")
+
+
+def checkpoint_text(source: Source, most: int) -> str:
     """Returns the names and shapes of at most `most` leaves, one per line."""
     entries = source.entries
     step = "" if source.step is None else f", step {source.step}"
@@ -28,20 +104,20 @@ def text(source: Source, most: int) -> str:
     return "\n".join([head, *lines])
 
 
-def page(source: Source) -> str:
+def checkpoint_page(source: Source) -> str:
     """Returns the HTML that a notebook shows."""
 
     def what(entry: Entry) -> str:
         if not isinstance(entry, ArrayEntry):
             return f"{describe_entry(entry)} {value_text(entry)}"
-        return f"{describe_entry(entry)} {units.sharding(source.sharding(entry))}".rstrip()
+        return f"{describe_entry(entry)} {sharding(source.sharding(entry))}".rstrip()
 
     step = "" if source.step is None else f"step {source.step}"
     saved = "" if source.created is None else f"saved {source.created:%Y-%m-%d %H:%M:%S} UTC"
-    leaves = units.count(len(source.entries), "leaf", "leaves")
-    head = html.line(source.format, step, leaves, units.nbytes(_size(source)), saved)
-    metrics = html.table(source.metrics) if source.metrics else ""
-    return html.page(source_name(source), head, metrics, html.tree(source.entries, what))
+    leaves = count(len(source.entries), "leaf", "leaves")
+    head = line(source.format, step, leaves, nbytes(_size(source)), saved)
+    metrics = table(source.metrics) if source.metrics else ""
+    return page(source_name(source), head, metrics, tree(source.entries, what))
 
 
 def _size(source: Source) -> int:

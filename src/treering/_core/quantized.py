@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, TypeGuard
 
 from .entries import ArrayEntry, Entry, LostEntry
 from .leaf_paths import join_names
-from .quantized_layouts import CODES, FLOATS, LAYOUTS, Layout
-from .source import Source
-from .subtree import full_source
+from .quantized_layouts import CODES, FLOATS, LAYOUTS, QuantizedLayout
+from .source import Source, full_source
 from .units import count
 from .views import View
 
@@ -30,7 +29,7 @@ class Group:
     missing: the paths of needed members that the checkpoint lacks.
     """
 
-    layout: Layout
+    layout: QuantizedLayout
     path: str
     members: Mapping[str, str]
     missing: tuple[str, ...]
@@ -197,7 +196,7 @@ def _last_name(path: str) -> str:
 
 
 def _made(
-    layout: Layout, path: str, stem: str, level: str, entries: Mapping[str, Entry], *, by_name: bool
+    layout: QuantizedLayout, path: str, stem: str, level: str, entries: Mapping[str, Entry], *, by_name: bool
 ) -> Group | None:
     """Returns the group of a layout with this stem, or None if dtypes or shapes differ, or too much is missing."""
 

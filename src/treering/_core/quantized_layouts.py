@@ -21,7 +21,7 @@ _SCALES = FLOATS | {"float8_e8m0fnu", "float8_e4m3fn"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class QuantizedLayout:
     """The names of the arrays of one quantized weight.
 
     name: what messages call it.
@@ -179,7 +179,7 @@ _INPUT = {"activation": "input_scale"}
 
 # The first row that fits wins, so that narrow rows precede wide ones.
 LAYOUTS = (
-    Layout(
+    QuantizedLayout(
         "qwix",
         "qwix 0.1.8, qwix/_src/core/qarray.py",
         "array/qvalue",
@@ -189,8 +189,10 @@ LAYOUTS = (
         True,
         _qwix_fits,
     ),
-    Layout("qwix", "qwix 0.1.8, qwix/_src/core/qarray.py", "qvalue", {"scale": "scale"}, _QWIX, "", True, _qwix_fits),
-    Layout(
+    QuantizedLayout(
+        "qwix", "qwix 0.1.8, qwix/_src/core/qarray.py", "qvalue", {"scale": "scale"}, _QWIX, "", True, _qwix_fits
+    ),
+    QuantizedLayout(
         "AQT",
         "aqtp 0.9.0, aqt/jax/v2/aqt_tensor.py",
         "qvalue",
@@ -200,7 +202,7 @@ LAYOUTS = (
         False,
         _fits(SMALL_DTYPES, shapes=_tiles),
     ),
-    Layout(
+    QuantizedLayout(
         "AQT with transposed scales",
         "aqtp 0.9.0, aqt/jax/v2/aqt_tensor.py",
         "qvalue",
@@ -211,7 +213,7 @@ LAYOUTS = (
         _fits(SMALL_DTYPES, shapes=_any_shape),
     ),
     *(
-        Layout(
+        QuantizedLayout(
             "AQT with transposed scales",
             "aqtp 0.9.0, aqt/jax/v2/flax/aqt_flax.py, its legacy Freezer",
             f"{side}/value",
@@ -223,7 +225,7 @@ LAYOUTS = (
         )
         for side in ("qrhs", "qlhs")
     ),
-    Layout(
+    QuantizedLayout(
         "GPTQ",
         "gptqmodel 7.7.0, gptqmodel/nn_modules/qlinear/__init__.py",
         "qweight",
@@ -233,7 +235,7 @@ LAYOUTS = (
         True,
         _gptq_fits,
     ),
-    Layout(
+    QuantizedLayout(
         "AWQ",
         "autoawq 0.2.9, awq/modules/linear/gemm.py",
         "qweight",
@@ -243,7 +245,7 @@ LAYOUTS = (
         True,
         _awq_fits,
     ),
-    Layout(
+    QuantizedLayout(
         "AWQ for GEMV",
         "autoawq 0.2.9, awq/modules/linear/gemv.py",
         "qweight",
@@ -253,7 +255,7 @@ LAYOUTS = (
         False,
         _awq_gemv_fits,
     ),
-    Layout(
+    QuantizedLayout(
         "compressed-tensors",
         "compressed-tensors 0.20.1, compressed_tensors/compressors/pack_quantized/base.py",
         "weight_packed",
@@ -263,7 +265,7 @@ LAYOUTS = (
         True,
         _fits({"int32"}, FLOATS, _rows, zero={"int32"}),
     ),
-    Layout(
+    QuantizedLayout(
         "NVFP4",
         "compressed-tensors 0.20.1, compressed_tensors/compressors/nvfp4/base.py",
         "weight_packed",
@@ -273,7 +275,7 @@ LAYOUTS = (
         True,
         _fits({"uint8"}, {"float8_e4m3fn"}, _sixteenths),
     ),
-    Layout(
+    QuantizedLayout(
         "MXFP4 of compressed-tensors",
         "compressed-tensors 0.20.1, compressed_tensors/compressors/mxfp4/base.py",
         "weight_packed",
@@ -283,7 +285,7 @@ LAYOUTS = (
         False,
         _fits({"uint8"}, {"uint8", "float8_e8m0fnu"}, _thirty_seconds),
     ),
-    Layout(
+    QuantizedLayout(
         "MXFP6",
         "compressed-tensors 0.20.1, compressed_tensors/compressors/mxfp6/base.py",
         "weight_packed",
@@ -293,7 +295,7 @@ LAYOUTS = (
         False,
         _fits({"uint8"}, {"uint8", "float8_e8m0fnu"}, _rows),
     ),
-    Layout(
+    QuantizedLayout(
         "NVFP4 of ModelOpt",
         "not read",
         "weight",
@@ -303,7 +305,7 @@ LAYOUTS = (
         False,
         _fits({"uint8"}, {"float8_e4m3fn"}, _sixteenths),
     ),
-    Layout(
+    QuantizedLayout(
         "MXFP8",
         "compressed-tensors 0.20.1, compressed_tensors/compressors/mxfp8/base.py",
         "weight",
@@ -313,7 +315,7 @@ LAYOUTS = (
         False,
         _fits(_FLOAT8, {"uint8", "float8_e8m0fnu"}, _rows),
     ),
-    Layout(
+    QuantizedLayout(
         "fp8",
         "transformers 4.57.1, integrations/finegrained_fp8.py",
         "weight",
@@ -323,7 +325,7 @@ LAYOUTS = (
         False,
         _fits(_SIGNED),
     ),
-    Layout(
+    QuantizedLayout(
         "compressed-tensors",
         "compressed-tensors 0.20.1, compressed_tensors/compressors/naive_quantized/base.py",
         "weight",
@@ -333,7 +335,7 @@ LAYOUTS = (
         False,
         _fits(_SIGNED, FLOATS),
     ),
-    Layout(
+    QuantizedLayout(
         "quanto",
         "optimum-quanto 0.2.7, optimum/quanto/tensor/qbytes.py",
         "weight/_data",
@@ -343,7 +345,7 @@ LAYOUTS = (
         False,
         _fits(_SIGNED, FLOATS),
     ),
-    Layout(
+    QuantizedLayout(
         "MXFP4",
         "transformers 4.57.1, integrations/mxfp4.py",
         "_blocks",
@@ -353,7 +355,7 @@ LAYOUTS = (
         False,
         _fits({"uint8"}, {"uint8", "float8_e8m0fnu"}, _in_groups),
     ),
-    Layout(
+    QuantizedLayout(
         "MLX",
         "mlx-lm 0.32.2, mlx.nn.QuantizedLinear",
         "weight",
@@ -363,8 +365,8 @@ LAYOUTS = (
         False,
         _mlx_fits,
     ),
-    Layout("MXFP4 of MLX", "not read", "weight", {"scale": "scales"}, {}, "weight", False, _mlx_fits),
-    Layout(
+    QuantizedLayout("MXFP4 of MLX", "not read", "weight", {"scale": "scales"}, {}, "weight", False, _mlx_fits),
+    QuantizedLayout(
         "bitsandbytes",
         "bitsandbytes 0.48.2, bitsandbytes/functional.py",
         "",
@@ -374,7 +376,7 @@ LAYOUTS = (
         False,
         _fits({"uint8", "int8"}, {"float32", "uint8"}, _any_shape),
     ),
-    Layout(
+    QuantizedLayout(
         "LLM.int8",
         "bitsandbytes 0.48.2, bitsandbytes/nn/modules.py",
         "weight",
@@ -384,7 +386,7 @@ LAYOUTS = (
         False,
         _fits({"int8"}, FLOATS, _per_output),
     ),
-    Layout(
+    QuantizedLayout(
         "Keras",
         "keras 3.15.1, keras/src/layers/core/dense.py",
         "kernel",
@@ -394,7 +396,7 @@ LAYOUTS = (
         False,
         _fits({"int8", "uint8"}, FLOATS, _any_shape),
     ),
-    Layout(
+    QuantizedLayout(
         "Keras",
         "keras 3.15.1, keras/src/layers/core/dense.py",
         "quantized_kernel",
@@ -404,7 +406,7 @@ LAYOUTS = (
         True,
         _fits({"int8", "uint8"}, FLOATS, _any_shape),
     ),
-    Layout(
+    QuantizedLayout(
         "Keras",
         "keras 3.15.1, keras/src/layers/core/embedding.py",
         "embeddings",
@@ -415,6 +417,6 @@ LAYOUTS = (
         _fits({"int8", "uint8"}, FLOATS, _any_shape),
     ),
     # Several libraries write such names for other arrays than `weight`, too. Some multiply by the scale, others divide.
-    Layout("fp8", "transformers 4.57.1", "", {"scale": "_scale_inv"}, {}, "", False, _fits(_SIGNED)),
-    Layout("unknown", "not read", "", {"scale": "_scale"}, {}, "", False, _fits(_SIGNED, FLOATS)),
+    QuantizedLayout("fp8", "transformers 4.57.1", "", {"scale": "_scale_inv"}, {}, "", False, _fits(_SIGNED)),
+    QuantizedLayout("unknown", "not read", "", {"scale": "_scale"}, {}, "", False, _fits(_SIGNED, FLOATS)),
 )

@@ -5,9 +5,10 @@ The functions below ask for what only some sources have, and return a default fo
 
 import datetime
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from .._printable import safe, safe_lines
+from ..errors import UnsupportedError
 from .boxes import Box, full_box
 from .entries import ArrayEntry, Entry
 from .leaf_paths import join_names
@@ -15,6 +16,13 @@ from .skeleton import Node, Skeleton
 
 if TYPE_CHECKING:
     import numpy as np
+Boxes = Mapping[str, Sequence[tuple[str, str]]]  # by path, from the outside in: kind of each, and its child's name
+# The names of the classes of `treering.orbax.nodes`. They have dots, so no class of a program has such a name.
+COMPOSITE = "treering.orbax.Composite"  # of a tree whose children are items, as Orbax has them
+COMPOSITE_V1 = "treering.orbax.v1.Composite"  # of the same for version 1 of Orbax, in trees to write
+HANDLER_FILES = "treering.orbax.HandlerFiles"  # of an item whose leaves are the files of a handler, as bytes
+JSON_ITEM = "treering.orbax.Json"  # of an item that is a dict or a list of JSON
+INFO_FIELDS = ("step", "metrics", "metadata")  # attributes of a source that are recorded together with a tree
 
 
 class Problem(NamedTuple):
@@ -173,9 +181,6 @@ def static_values(source: Source) -> Mapping[str, Mapping[str, Any]]:
     return getattr(source, "static", {})
 
 
-Boxes = Mapping[str, Sequence[tuple[str, str]]]  # by path, from the outside in: kind of each, and its child's name
-
-
 def flax_boxes(source: Source) -> Boxes:
     """Returns the boxes of Flax around the leaves and containers of a source, such as NNX Variables.
 
@@ -210,13 +215,6 @@ def origins(source: Source, paths: Sequence[str]) -> Sequence[str]:
     return [origin(path) for path in paths] if origin else paths
 
 
-# The names of the classes of `treering.orbax.nodes`. They have dots, so no class of a program has such a name.
-COMPOSITE = "treering.orbax.Composite"  # of a tree whose children are items, as Orbax has them
-COMPOSITE_V1 = "treering.orbax.v1.Composite"  # of the same for version 1 of Orbax, in trees to write
-HANDLER_FILES = "treering.orbax.HandlerFiles"  # of an item whose leaves are the files of a handler, as bytes
-JSON_ITEM = "treering.orbax.Json"  # of an item that is a dict or a list of JSON
-
-
 def item_names(source: Source) -> tuple[str, ...] | None:
     """Returns the names of the items of a checkpoint, the children of its root; None if it is one tree.
 
@@ -228,9 +226,6 @@ def item_names(source: Source) -> tuple[str, ...] | None:
     return tuple(map(str, root.names())) if isinstance(root, Node) and root.name == COMPOSITE else None
 
 
-INFO_FIELDS = ("step", "metrics", "metadata")  # attributes of a source that are recorded together with a tree
-
-
 class Written(NamedTuple):
     """The result of a write: the bytes stored, the seconds of each stage, and the bytes that were not written again."""
 
@@ -239,3 +234,60 @@ class Written(NamedTuple):
     sync_seconds: float = 0.0
     commit_seconds: float = 0.0
     shared_bytes: int = 0
+
+
+class Subtree:
+    """Some leaves of a source under names of their own, and their tree. Everything else is that of the source.
+
+    The entries keep the paths by which the source reads them, so a part adds no work when they are read.
+    """
+
+    # The reader of Orbax may have a level and items. A part is chosen below them, so it has neither.
+    level, item_names = "", None
+
+    def __init__(self, full: Source, entries: Mapping[str, Entry], skeleton: Skeleton | None, below: str):
+        self.full, self.entries, self.skeleton, self.below = full, entries, skeleton, below
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["full"], name)
+
+
+def subtree_of(source: Source, entries: Mapping[str, Entry], skeleton: Skeleton | None, below: str = "") -> Source:
+    """Returns the part of a source that has these entries. Their names are relative to the path `below`."""
+    return cast(
+        "Source", Subtree(full_source(source), entries, skeleton, "/".join(filter(None, [subtree_path(source), below])))
+    )
+
+
+def full_source(source: Source) -> Source:
+    """Returns the source that a part belongs to, or the source itself if it is not a part."""
+    return source.full if isinstance(source, Subtree) else source
+
+
+def is_left_out(source: Source) -> bool:
+    """Returns True for a source, or a part of one, with data of unknown kinds only."""
+    full = full_source(source)
+    return any(left_out(full)) and len(full.skeleton or ()) <= 1 and not full.entries
+
+
+def check_not_left_out(source: Source) -> None:
+    """Raises `UnsupportedError` for a source with data of unknown kinds only."""
+    if is_left_out(source):
+        found = ", ".join(left_out(source))
+        raise UnsupportedError(
+            f"{source.path}: expected leaves that Treering can read, found only {found}; restore it with the library "
+            "that wrote it, or by its handler with treering.orbax"
+        )
+
+
+def subtree_path(source: Source) -> str:
+    """Returns the path to which the names of a part are relative, or "" for a source that is not a part."""
+    return source.below if isinstance(source, Subtree) else ""
+
+
+def source_name(source: Source) -> str:
+    """Returns the path of a source for messages. For a part it also says which part."""
+    below = subtree_path(source)
+    return source.path + (f", at {below}" if below else "")

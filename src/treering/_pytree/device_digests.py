@@ -29,7 +29,7 @@ _LANES = ((0x9E3779B1, 0x243F6A89), (0x85EBCA77, 0x85A308D3), (0xC2B2AE3D, 0x131
 Digest = tuple[str, tuple[Box, ...], bytes]  # the dtype, and the boxes and digests of the parts that the process has
 
 
-class _Kind(NamedTuple):
+class _DigestKind(NamedTuple):
     """Arrays of one kind share a compiled function: those whose parts have this shape, one on each of the devices."""
 
     shape: tuple[int, ...]
@@ -55,8 +55,8 @@ class DeviceDigests:
     """The digests of arrays of one run. Functions are compiled only by `compile`, which may take a second for each."""
 
     def __init__(self) -> None:
-        self._functions: dict[_Kind, Any] = {}
-        self._missing: set[_Kind] = set()
+        self._functions: dict[_DigestKind, Any] = {}
+        self._missing: set[_DigestKind] = set()
 
     def of(self, leaves: Collection[int], shards: Sequence[LocalShard], data: Sequence[Any]) -> dict[int, Digest]:
         """Returns the digests of the arrays on accelerators whose functions are compiled, by their leaves.
@@ -117,7 +117,7 @@ def _own_modes() -> Iterator[None]:
         yield
 
 
-def _kind(parts: Sequence[Any]) -> _Kind | None:
+def _kind(parts: Sequence[Any]) -> _DigestKind | None:
     """Returns the kind of the array with these parts; None if it is not on accelerators or has no digest."""
     first = parts[0]
     if not isinstance(first, jax.Array) or on_host(first.sharding) or not 0 < first.nbytes < _MAX_BYTES:
@@ -126,7 +126,7 @@ def _kind(parts: Sequence[Any]) -> _Kind | None:
         return None
     if any(part.shape != first.shape or layout_of(part) for part in parts):
         return None
-    return _Kind(first.shape, first.dtype, tuple(part.device for part in parts))
+    return _DigestKind(first.shape, first.dtype, tuple(part.device for part in parts))
 
 
 def _bits(dtype: Any) -> int:

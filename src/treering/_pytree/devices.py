@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.boxes import box_shape
-from .._threads.prefetch import Task
+from .._core.values import encode_float
+from .._threads.pool import Task
+from ..errors import MismatchError
 
 _log = logging.getLogger("treering")
 _HOST_KINDS = ("pinned_host", "unpinned_host")
@@ -187,3 +189,23 @@ def allow_transfers() -> Iterator[None]:
             if getattr(jax.config, f"jax_transfer_guard_{guard}", None) in _IMPLICIT_GUARDS:
                 stack.enter_context(getattr(jax, f"transfer_guard_{guard}")("allow"))
         yield
+
+
+@allow_transfers()
+def encode_metrics(found: Mapping[str, Any] | None) -> dict[str, float | str]:
+    """Encodes metrics as the manifest records them.
+
+    Raises `MismatchError` unless each name is text and each value is a real scalar.
+    """
+    if not isinstance(found, Mapping | None):
+        raise MismatchError(f"metrics={found!r:.60}: expected a dict of names and real scalars")
+    numbers: dict[str, float | str] = {}
+    for name, value in (found or {}).items():
+        try:
+            array = np.asarray(value)
+        except Exception:  # NumPy raises for a tracer and for uneven lists. Objects of trackers raise anything.
+            array = None
+        if not isinstance(name, str) or array is None or array.shape != () or array.dtype.kind not in "biufV":
+            raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}")
+        numbers[name] = encode_float(float(array))
+    return numbers

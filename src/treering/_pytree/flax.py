@@ -40,7 +40,7 @@ def unbox_graph_modules(tree: Any) -> Any:
     return split(tree).tree if graph else tree
 
 
-class Split(NamedTuple):
+class SplitTree(NamedTuple):
     """A tree without NNX graph objects, and the function that puts them back into a tree of the same structure.
 
     graphdef: what NNX records in addition to the states.
@@ -87,7 +87,7 @@ def outline(tree: Any) -> Outline:
     return plain
 
 
-def split(tree: Any) -> Split:
+def split(tree: Any) -> SplitTree:
     """Replaces every NNX graph object by its state, which contains a shared Variable once.
 
     All objects are split together. So Variables that they share with each other, or with the rest of the tree, stay
@@ -99,7 +99,7 @@ def split(tree: Any) -> Split:
     except UNFIT:  # `walk` raises an error that says where.
         found = None
     if nnx is None or found is None or not (found.objects or found.variables):
-        return Split(tree, _unchanged)
+        return SplitTree(tree, _unchanged)
     leaves, outer, objects, variables = list(found.leaves), found.structure, list(found.objects), list(found.variables)
     at = objects + variables  # in this order, so that a Variable of an object keeps its path in the object
     graph = {i: leaves[i] for i in objects}
@@ -118,7 +118,7 @@ def split(tree: Any) -> Split:
             new[i] = merged[n]
         return outer.unflatten(new)
 
-    return Split(outer.unflatten(leaves), join, graphdef, outer, graph)
+    return SplitTree(outer.unflatten(leaves), join, graphdef, outer, graph)
 
 
 def _split_with_shapes(nnx: Any, parts: list[Any]) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from .._core.entries import IteratorInfo
 from .._core.iterator_states import Packed, digest, pack, unpack
 from .._threads.reentry import runs_user_code
 from ..errors import MismatchError
-from . import pending_states
+from .iterators import forget, remember
 from .state_methods import StateMethods, find_methods, info_of
 
 _log = logging.getLogger("treering")
@@ -52,7 +52,7 @@ def _set_state(path: str, leaf: Any, state: Any, saved: IteratorInfo) -> None:
     before = _state_before(leaf, methods, state)
     state = _in_form_of(before, state)
     given = pack(state)
-    pending_states.forget(leaf)
+    forget(leaf)
     try:
         methods.put(leaf, state)
     except Exception as error:
@@ -88,7 +88,7 @@ def _check(path: str, leaf: Any, methods: StateMethods, given: Packed, saved: It
     strict = other or (before is not None and _digest(before) != reading)
     if misfit(unpack(given), found, strict=strict):
         raise refusal("it returns another one after it was set", own=found, strict=strict)
-    pending_states.remember(path, leaf, given, reading, methods.get)
+    remember(path, leaf, given, reading, methods.get)
 
 
 def _state_before(leaf: Any, methods: StateMethods, state: Any) -> Any:

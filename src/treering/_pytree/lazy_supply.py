@@ -11,10 +11,9 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import Box
 from .._core.source import Source
-from .._threads.latch import Latch
-from .._threads.prefetch import Task
+from .._threads.pool import Task
 from .._threads.reentry import non_reentrant
-from .._threads.thread import Thread
+from .._threads.thread import Latch, Thread
 from . import devices
 from .leaves import SLICE_BYTES, LocalShard
 from .staged_supply import Bytes, StagedSupply

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._threads.latch import Latch
-from .._threads.thread import Thread, lost_thread
+from .._threads.thread import Latch, Thread, lost_thread
 from .devices import start_copies
 from .leaves import LocalShard, host_bytes
 

@@ -93,7 +93,7 @@ def flatten_tree(tree: Any) -> FlatTree:
     return FlatTree(names.paths, leaves, names.skeleton, names.boxes, None if names.nones else treedef, names.static)
 
 
-def flatten_split(split: flax.Split) -> FlatTree:
+def flatten_split(split: flax.SplitTree) -> FlatTree:
     """Flattens a tree whose NNX graph objects were replaced by their states, with their static attributes."""
     flat_tree = flatten_tree(split.tree)
     if not split.objects:
@@ -104,7 +104,7 @@ def flatten_split(split: flax.Split) -> FlatTree:
 _graph: tuple[Any, Any, Static] | None = None  # the last graph definition and outer structure, and their static values
 
 
-def _static_of(split: flax.Split) -> Static:
+def _static_of(split: flax.SplitTree) -> Static:
     """Returns the static attributes of NNX graph objects. It is fast if the graph is that of the last time."""
     global _graph
     last = _graph
@@ -116,7 +116,7 @@ def _static_of(split: flax.Split) -> Static:
     return found
 
 
-def _objects_by_path(split: flax.Split) -> dict[str, Any]:
+def _objects_by_path(split: flax.SplitTree) -> dict[str, Any]:
     """Returns the NNX graph objects of a tree by their paths."""
     marks = [object() for _ in range(split.outer.num_leaves)]
     outer = flatten_tree(split.outer.unflatten(marks))
@@ -124,7 +124,7 @@ def _objects_by_path(split: flax.Split) -> dict[str, Any]:
     return {at[id(marks[number])]: node for number, node in split.objects.items()}
 
 
-def check_no_static_tracers(split: flax.Split, name: str) -> None:
+def check_no_static_tracers(split: flax.SplitTree, name: str) -> None:
     """Raises `UnsupportedError` if an NNX object of a template holds a tracer as a static value.
 
     `eval_shape` leaves it there if the object has a plain array or key as an attribute (Flax 0.12).

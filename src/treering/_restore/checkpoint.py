@@ -11,8 +11,7 @@ from .._core import skeleton as _skeleton
 from .._core.entries import Entry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import closest, find_globs, find_path, join_names, relative_to
-from .._core.source import Source
-from .._core.subtree import check_not_left_out, full_source, subtree_of, subtree_path
+from .._core.source import Source, check_not_left_out, full_source, subtree_of, subtree_path
 from .._core.tracebacks import hide_internal_frames_of_methods
 from ..errors import MismatchError, NotFoundError, UnsupportedError
 
@@ -87,7 +86,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         wrote, and `SaveError` if writing fails.
         """
         from .. import stores
-        from .._pytree.metrics import encode_metrics
+        from .._pytree.devices import encode_metrics
         from ..formats.treering import summary
 
         numbers = encode_metrics(metrics)
@@ -354,19 +353,19 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return self
 
     def _repr_html_(self) -> str:
-        from .._core import printing
+        from .._core.printing import checkpoint_page
 
-        return printing.page(self._source)
+        return checkpoint_page(self._source)
 
     def __repr__(self) -> str:
-        from .._core import printing
+        from .._core.printing import checkpoint_text
 
-        return printing.text(self._source, _MAX_SHOWN_LEAVES)
+        return checkpoint_text(self._source, _MAX_SHOWN_LEAVES)
 
     def __str__(self) -> str:
-        from .._core import printing
+        from .._core.printing import checkpoint_text
 
-        return printing.text(self._source, len(self))
+        return checkpoint_text(self._source, len(self))
 
 
 def _check_dtypes_known(view: Any, ambiguous: frozenset[str], name: str) -> None:

@@ -28,7 +28,7 @@ from .._processes.calls import Call
 from .._processes.consistency import CollectiveError
 from .._pytree import devices
 from .._pytree.leaves import write_order_key
-from .._threads.prefetch import prefetch
+from .._threads.pool import prefetch
 from ..errors import PeerError, TreeringError
 from ..stores.buffers import empty_aligned_array, round_up
 from ..stores.read_errors import ReplacedError

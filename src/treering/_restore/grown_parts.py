@@ -54,7 +54,7 @@ class Grown(NamedTuple):
 
 
 def grow(
-    split: flax.Split,
+    split: flax.SplitTree,
     flat_tree: walk.FlatTree,
     entries: Mapping[str, Entry],
     skeleton: Skeleton | None,

@@ -42,13 +42,13 @@ class _Untraceable(Exception):
 class _SeparateArrays:
     """The tree of `init` as `flax.split` returns it, with its JAX arrays in a list of their own."""
 
-    def __init__(self, split: flax.Split):
+    def __init__(self, split: flax.SplitTree):
         leaves, self._treedef = walk.flatten_leaves(split.tree)
         self._split = split
         self.arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         self._other_leaves = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
 
-    def with_arrays(self, arrays: Sequence[Any]) -> flax.Split:
+    def with_arrays(self, arrays: Sequence[Any]) -> flax.SplitTree:
         """Returns the tree with other arrays, or with their shapes."""
         new = iter(arrays)
         leaves = [next(new) if leaf is _ARRAY else leaf for leaf in self._other_leaves]
@@ -123,7 +123,7 @@ def first_state(init: Callable[[], Any], sharding: Any = None) -> Any:
     return _joined(made[0].with_arrays(new))
 
 
-def _traced(init: Callable[[], Any]) -> tuple[flax.Split, walk.FlatTree]:
+def _traced(init: Callable[[], Any]) -> tuple[flax.SplitTree, walk.FlatTree]:
     """Returns the tree of `init` with a shape for every JAX array, and the same flattened. Raises `_Untraceable`."""
     made: list[_SeparateArrays] = []
     effects = TraceEffects(init)
@@ -155,7 +155,7 @@ def _traced(init: Callable[[], Any]) -> tuple[flax.Split, walk.FlatTree]:
     raise _Untraceable(why, effects)
 
 
-def _from_tree(tree: Any) -> flax.Split:
+def _from_tree(tree: Any) -> flax.SplitTree:
     """Returns a tree with a shape for every JAX array. Raises `UnsupportedError` for a tree with tracers."""
     split = flax.split(tree)
     separate = _SeparateArrays(split)
@@ -165,13 +165,13 @@ def _from_tree(tree: Any) -> flax.Split:
     return separate.with_arrays([_shape(array) for array in separate.arrays])
 
 
-def _flattened(split: flax.Split) -> tuple[flax.Split, walk.FlatTree]:
+def _flattened(split: flax.SplitTree) -> tuple[flax.SplitTree, walk.FlatTree]:
     """Returns a tree without its NNX graph objects, which would keep arrays or tracers alive, and it flattened."""
     flat_tree = walk.flatten_split(split)
     return split._replace(objects={}), flat_tree
 
 
-def _array_places(sharding: Any, split: flax.Split) -> list[_place.ShardingOrNone]:
+def _array_places(sharding: Any, split: flax.SplitTree) -> list[_place.ShardingOrNone]:
     """Returns the place that `sharding` gives each JAX array of a template; see `_place.choose_shardings`."""
     flat_tree = walk.flatten_tree(split.tree)
     shaped = [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in flat_tree.leaves]
@@ -179,7 +179,7 @@ def _array_places(sharding: Any, split: flax.Split) -> list[_place.ShardingOrNon
     return [place for place, leaf in zip(places, shaped, strict=True) if leaf is not None]
 
 
-def _joined(split: flax.Split) -> Any:
+def _joined(split: flax.SplitTree) -> Any:
     return split.join(split.tree)
 
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from .._core.describe import ABSENT, rename_code
 from .._core.entries import Entry, is_absent
 from .._core.leaf_paths import join_names, relative_to
-from .._core.source import Source, left_out
-from .._core.subtree import full_source, subtree_path
+from .._core.source import Source, full_source, left_out, subtree_path
 from .._pytree import state_methods
 from .._pytree.walk import FlatTree
 from ..errors import Difference

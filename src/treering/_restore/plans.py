@@ -15,8 +15,7 @@ from .._core.describe import mismatch_error
 from .._core.entries import ArrayEntry, Entry, visible_shape
 from .._core.leaf_paths import join_names, relative_to
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest_by_path
-from .._core.source import Source, origins, part_of, records_kinds, static_values
-from .._core.subtree import full_source, subtree_path
+from .._core.source import Source, full_source, origins, part_of, records_kinds, static_values, subtree_path
 from .._core.views import View
 from .._pytree import flax, static, variable_levels, walk
 from .._pytree.leaves import check_no_tracers, is_function

@@ -10,8 +10,7 @@ from .._core import dtypes, views
 from .._core.describe import describe_entry
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.leaf_paths import join_names
-from .._core.source import Source
-from .._core.subtree import full_source, subtree_of, subtree_path
+from .._core.source import Source, full_source, subtree_of, subtree_path
 from .._core.values import encode
 from .._pytree import variable_levels
 from .._pytree.walk import FlatTree

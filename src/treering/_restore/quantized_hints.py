@@ -15,8 +15,7 @@ from .._core import dtypes, views
 from .._core.describe import NOTHING, describe_entry
 from .._core.entries import ArrayEntry, Entry
 from .._core.quantized import Group, Member, catalogue, find_groups
-from .._core.source import Source
-from .._core.subtree import full_source
+from .._core.source import Source, full_source
 from .._core.units import count
 from .._pytree.variable_levels import find_levels
 from .._pytree.walk import FlatTree

@@ -1,4 +1,4 @@
-"""Implements the rules that make one leaf of several, or several of one."""
+"""Implements the rules that change leaves one by one, make one leaf of several, or several of one."""
 
 import dataclasses
 import functools
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._core import dtypes
-from .._core.entries import ArrayEntry, Entry, LostEntry, is_absent, visible_shape
-from .._core.leaf_paths import has_wildcards, matches_exactly
+from .._core.entries import ArrayEntry, Entry, LostEntry, glob_covers, is_absent, is_unreadable_tree, visible_shape
+from .._core.leaf_paths import find_globs, find_path, has_wildcards, matches_exactly, relative_to
+from .._core.skeleton import places
 from .._core.views import Leaf, part
-from .._core.views_groups import joined, mapped, stacked
-from .._core.views_reshaped import reshaped
-from .._core.views_scaled import Step, scaled
+from .._core.views_groups import joined, mapped, reshaped, stacked
+from .._core.views_quantized import Step, scaled
 from ..errors import MismatchError
 from .base import (
     Leaves,
@@ -21,9 +21,11 @@ from .base import (
     check_alike,
     check_any,
     check_known,
+    collect_leaves,
     expand_pattern,
     first_if_no_arrays,
     level_of,
+    matching_paths,
     replace_groups,
     require_array,
 )
@@ -274,3 +276,77 @@ def _fits_float32(dtype: "np.dtype[Any]") -> bool:
     import numpy as np
 
     return (dtype.itemsize <= 2 and dtypes.is_integer(dtype)) or dtypes.widens(dtype, np.dtype(np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rename:
+    pattern: re.Pattern[str]
+    new: str
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        check_known(leaves, f"rename({self.pattern.pattern!r}, …)")
+        found = [path for path in leaves if self.pattern.search(path)]
+        check_any(found, self.optional, f"rename({self.pattern.pattern!r}, …)", leaves)
+        return collect_leaves(
+            f"rename({self.pattern.pattern!r}, {self.new!r})",
+            [
+                (expand_pattern(functools.partial(self.pattern.sub, self.new, path), self.new), leaf)
+                for path, leaf in leaves.items()
+            ],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    glob: str
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        check_any(matching_paths(leaves, self.glob), self.optional, f"drop({self.glob!r})", leaves)
+        globs = find_globs(self.glob, leaves)
+        return {path: leaf for path, leaf in leaves.items() if not glob_covers(path, leaf.entry, globs)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    src: str
+    dst: str
+    optional: bool
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        src = find_path(self.src, places(leaves))
+        found = [(rest, leaf) for path, leaf in leaves.items() if (rest := _copied(path, leaf, src)) is not None]
+        check_any(found, self.optional, f"copy({self.src!r}, …)", leaves)
+        copies = [(f"{self.dst}/{rest}" if rest else self.dst, leaf) for rest, leaf in found]
+        return collect_leaves(f"copy({self.src!r}, {self.dst!r})", [*leaves.items(), *copies])
+
+
+@dataclasses.dataclass(frozen=True)
+class Each:
+    text: str
+    glob: str
+    change: Callable[[Leaf], Leaf]
+    optional: bool
+    or_keys: bool = False
+
+    def apply(self, leaves: Leaves) -> Leaves:
+        fit = matching_paths(leaves, self.glob)
+        # Leaves without data are skipped if a wildcard matches them. A rule that names such a leaf itself is a mistake.
+        named = find_globs(self.glob, leaves)
+        arrays = [path for path in fit if path in named or not is_absent(leaves[path].entry)]
+        fit = arrays or ([] if self.optional else fit)
+        check_any(fit, self.optional, self.text, leaves)
+        # A damaged leaf stays as it is: reading it raises an error that says why.
+        found = {path for path in fit if not isinstance(leaves[path].entry, LostEntry)}
+        return {
+            path: self.change(require_array(leaf, self.text, or_keys=self.or_keys)) if path in found else leaf
+            for path, leaf in leaves.items()
+        }
+
+
+def _copied(path: str, leaf: Leaf, source: str) -> str | None:
+    """Returns the path of a leaf relative to the copied `source`, or None if the leaf is not in it."""
+    if is_unreadable_tree(leaf.entry) and relative_to(source, path) is not None:
+        return ""  # The source is somewhere in this damaged part, so the copy is damaged too.
+    return relative_to(path, source)

@@ -15,9 +15,8 @@ from .._core.leaf_paths import join_names
 from .._core.quantized import Group
 from .._core.source import Source, model_config, static_values
 from .._core.views import Leaf, reinterpreted, transposed
-from .._core.views_packed import Packing, unpacked
-from .._core.views_reshaped import reshaped
-from .._core.views_scaled import Step, scaled
+from .._core.views_groups import reshaped
+from .._core.views_quantized import Packing, Step, scaled, unpacked
 from ..errors import CorruptError, MismatchError, UnsupportedError
 from .base import Leaves, require_array
 

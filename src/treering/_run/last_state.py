@@ -11,7 +11,7 @@ import numpy as np
 
 from .._core.values import decode_float
 from .._pytree import flax, iterators, state_methods
-from .._pytree.metrics import encode_metrics
+from .._pytree.devices import encode_metrics
 from .._save.info import metadata_to_json
 from .._save.pending import PendingSave
 from ..errors import UnsupportedError

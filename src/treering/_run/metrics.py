@@ -32,7 +32,7 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     value that is not a real scalar, `UnsupportedError` for a step that another library wrote, and `SaveError` if
     writing fails.
     """
-    from .._pytree.metrics import encode_metrics  # It needs JAX, which a listing of metrics does not.
+    from .._pytree.devices import encode_metrics  # It needs JAX, which a listing of metrics does not.
 
     place, number, numbers = stores.absolute(run), step_number(step), encode_metrics(metrics)
     store = stores.get(place)

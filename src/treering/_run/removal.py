@@ -4,7 +4,7 @@ import itertools
 import posixpath
 from collections.abc import Callable
 
-from ..formats.orbax import removal as orbax
+from ..formats.orbax import run as orbax
 from ..formats.treering import removal as native
 from ..formats.treering import summary
 from ..stores import lease_registry

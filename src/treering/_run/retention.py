@@ -13,7 +13,7 @@ from .._save.info import Info
 from .._save.pending import PendingSave, SaveReport
 from .._save.save_reuse import Bases
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
-from ..formats.orbax import removal as orbax_removal
+from ..formats.orbax import run as orbax_removal
 from ..formats.treering import pins, removal, summary
 from ..keep import Policy, Saved, with_bases
 from ..stores.file_io import remove_unused

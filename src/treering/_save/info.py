@@ -13,8 +13,8 @@ import numpy as np
 from jax import core
 
 from .._core.entries import step_number
-from .._core.json_floats import floats_to_text
-from .._pytree.metrics import encode_metrics
+from .._core.values import floats_to_text
+from .._pytree.devices import encode_metrics
 from .._version import __version__
 from ..errors import UnsupportedError
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import stores
-from .._core import html
+from .._core import printing
 from .._core.source import Written
 from .._core.units import nbytes
 from .._processes import coordinator
@@ -21,9 +21,8 @@ from .._processes.calls import Call
 from .._pytree import devices
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.staged_supply import StagedSupply
-from .._threads.latch import Latch
 from .._threads.pool import ThreadPool
-from .._threads.thread import Thread, lost_thread
+from .._threads.thread import Latch, Thread, lost_thread
 from .._threads.weak_registry import WeakRegistry
 from ..errors import RequestError, SaveError, TreeringError, UnsupportedError
 from ..stores.read_errors import is_full
@@ -83,7 +82,7 @@ class SaveReport:
         seconds = ("seconds", "stall_seconds", "wait_seconds", "lease_seconds")
         seconds += ("write_seconds", "sync_seconds", "commit_seconds")
         rows += [(name.replace("_", " "), f"{getattr(self, name):.3f}") for name in seconds]
-        return html.page(self.path, html.table(rows))
+        return printing.page(self.path, printing.table(rows))
 
     def __repr__(self) -> str:
         return f"<SaveReport {self}>"

@@ -10,17 +10,14 @@ import msgspec
 from .._core import dtypes, quantized, views
 from .._core.boxes import box_shape
 from .._core.entries import ArrayEntry, check_readable
-from .._core.json_floats import text_to_floats
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import join_names
-from .._core.rebuild import rebuild_tree
-from .._core.skeleton import Node, Skeleton, containers
-from .._core.source import Source, flax_boxes
-from .._core.subtree import full_source
-from .._core.values import decode
+from .._core.skeleton import Node, Skeleton, containers, rebuild_tree
+from .._core.source import Source, flax_boxes, full_source
+from .._core.values import decode, text_to_floats
 from .._core.views import View
 from .._processes import coordinator
-from .._pytree import flax, tree_cache, variable_levels, walk
+from .._pytree import flax, live_tree, variable_levels, walk
 from .._pytree.leaves import Described
 from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
@@ -86,7 +83,7 @@ def describe(target: SaveTarget, tree: Any) -> SavedTree:
         guessed: tuple[str, ...] = ()
         if Checkpoint in set(map(type, flat_tree.leaves)):
             flat_tree, guessed = inline_checkpoints(flat_tree)
-        described = tree_cache.describe_cached(
+        described = live_tree.describe_cached(
             flat_tree.paths,
             flat_tree.leaves,
             dtype=None if options.rules else options.dtype,  # with rules, the view casts what they make

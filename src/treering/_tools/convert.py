@@ -12,8 +12,7 @@ from .. import formats, stores
 from .._core import expansion
 from .._core.entries import ArrayEntry
 from .._core.leaf_paths import join_names
-from .._core.source import arrays_of, item_names
-from .._core.subtree import check_not_left_out
+from .._core.source import arrays_of, check_not_left_out, item_names
 from .._core.tracebacks import hide_internal_frames
 from .._restore.checkpoint import Checkpoint
 from .._run import external_writes, run_layout
@@ -22,7 +21,7 @@ from .._save.pending import SaveReport
 from .._save.save import preview, save
 from .._save.target import FormatOptions, SaveOptions
 from ..errors import CorruptError, MismatchError, NotFoundError
-from ..formats.orbax import run_metadata
+from ..formats.orbax.run import read_run_metadata, write_run_metadata
 from ..formats.orbax.schema import STEP
 from ..formats.treering import pins
 from ..rules import Rule
@@ -81,7 +80,7 @@ def convert(
     )
 
 
-class Plan(NamedTuple):
+class ConversionPlan(NamedTuple):
     """A checkpoint that `convert` would write. `nbytes` are the bytes of its arrays."""
 
     path: str
@@ -91,12 +90,14 @@ class Plan(NamedTuple):
     nbytes: int
 
 
-def plan(ckpt: Checkpoint, dst: str | os.PathLike[str], options: SaveOptions, step: int | None = None) -> Plan:
+def plan(
+    ckpt: Checkpoint, dst: str | os.PathLike[str], options: SaveOptions, step: int | None = None
+) -> ConversionPlan:
     """Returns what `convert` would write, and writes nothing. Raises what `convert` raises before it reads arrays."""
     target, view = preview(dst, ckpt, options, step)
     entries = view.entries.values()
     nbytes = sum(entry.nbytes for entry in entries if isinstance(entry, ArrayEntry))
-    return Plan(target.path, target.format.name, view.step, len(entries), nbytes)
+    return ConversionPlan(target.path, target.format.name, view.step, len(entries), nbytes)
 
 
 def open_source(
@@ -165,7 +166,7 @@ def convert_run(
     steps = run_layout.located_steps(store, place, prefix, only)
     if not steps:
         raise NotFoundError(f"{place}: expected steps to convert, found none")
-    done, sources = RunConversion(to), list[tuple[str, Checkpoint, Plan, SaveOptions]]()
+    done, sources = RunConversion(to), list[tuple[str, Checkpoint, ConversionPlan, SaveOptions]]()
     for step, found in steps.items():
         path = posixpath.join(to, _name_for_orbax(step, posixpath.basename(found.path)))
         with done._noting_failures(found.path):
@@ -182,8 +183,8 @@ def convert_run(
             with done._noting_failures(source):
                 done.nbytes += planned.nbytes if dry_run else _write(ckpt, planned, own).nbytes
                 done.written.append(planned.path)
-        if not dry_run and isinstance(metadata := run_metadata.read(store, place), dict):
-            run_metadata.write(target_store, to, metadata)
+        if not dry_run and isinstance(metadata := read_run_metadata(store, place), dict):
+            write_run_metadata(target_store, to, metadata)
     return done
 
 
@@ -206,7 +207,7 @@ def _warn_of_lost(store: Store, run: str, paths: Sequence[str]) -> None:
         _log.warning("%s: archived steps are not converted: %s", run, join_names(tuple(archived)))
 
 
-def _write(ckpt: Checkpoint, planned: Plan, options: SaveOptions) -> SaveReport:
+def _write(ckpt: Checkpoint, planned: ConversionPlan, options: SaveOptions) -> SaveReport:
     # The metadata of a step of Orbax include those of its run, which are written for all steps.
     of_step = getattr(ckpt._source, "step_metadata", None)
     return save(

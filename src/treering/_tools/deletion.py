@@ -19,7 +19,7 @@ _log = logging.getLogger("treering")
 _STOPPED_TEXT = "the run has changed, so nothing more is deleted; look at the run, then start again"
 
 
-class ChangedError(MismatchError):
+class ChangedRunError(MismatchError):
     """The run is no longer what was listed, so nothing more may be deleted."""
 
 
@@ -54,7 +54,7 @@ class Inspection:
         return state
 
     def check_kept_step(self) -> None:
-        """Raises `ChangedError` if the step that must stay is gone or replaced.
+        """Raises `ChangedRunError` if the step that must stay is gone or replaced.
 
         If only damaged steps are deleted, no step must stay.
         """
@@ -68,18 +68,18 @@ class Inspection:
         )
         if not stays:
             self.verified_step = None
-            raise ChangedError(
+            raise ChangedRunError(
                 f"{row.path}: expected the valid step that stays, found it gone or replaced; {_STOPPED_TEXT}"
             )
 
     def accept_newer_step(self, directory: PlainRun) -> None:
         """Chooses a newer step to stay if the job has saved one and deleted the chosen one.
 
-        Raises `ChangedError` if no newer step is valid.
+        Raises `ChangedRunError` if no newer step is valid.
         """
         try:
             self.check_kept_step()
-        except ChangedError:
+        except ChangedRunError:
             assert self._kept_step is not None
             step = self._kept_step[0].step
             rows = reversed(list_run(directory.root, prefix=directory.steps.prefix).rows)
@@ -194,7 +194,7 @@ def remove_steps(
                 done.deleted.append(row)
             else:
                 done.gone.append(row.step)
-        except ChangedError as error:
+        except ChangedRunError as error:
             done.failed[row.step] = str(error)
             return
         except (TreeringError, OSError) as error:
@@ -232,6 +232,6 @@ def _remove_one(
 
 
 def _check_listed(store: Store, row: Row, known: str | None) -> None:
-    """Raises `ChangedError` if another step has replaced the listed one. A missing step is no error."""
+    """Raises `ChangedRunError` if another step has replaced the listed one. A missing step is no error."""
     if summary.identity_or_none(store, row.path) != known and summary.stat_manifest(store, row.path):
-        raise ChangedError(f"{row.path}: expected the listed step, found another in its place; {_STOPPED_TEXT}")
+        raise ChangedRunError(f"{row.path}: expected the listed step, found another in its place; {_STOPPED_TEXT}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core import dtypes, expansion, html, iterator_states
+from .._core import dtypes, expansion, iterator_states, printing
 from .._core.boxes import Box, full_box, slice_boxes, slices
 from .._core.describe import describe_entry, shorten
 from .._core.entries import ArrayEntry, Entry, StatesEntry, ValueEntry
@@ -66,9 +66,9 @@ class Diff:
     def _repr_html_(self) -> str:
         parts = (("only in a", dict.fromkeys(self.only_a, "")), ("only in b", dict.fromkeys(self.only_b, "")))
         found = [
-            html.listed(f"{len(p):,} {title}", list(p.items())) for title, p in (*parts, ("changed", self.changed))
+            printing.listed(f"{len(p):,} {title}", list(p.items())) for title, p in (*parts, ("changed", self.changed))
         ]
-        return html.page("Diff", html.line(f"{count(self.equal, 'leaf is', 'leaves are')} equal"), *found)
+        return printing.page("Diff", printing.line(f"{count(self.equal, 'leaf is', 'leaves are')} equal"), *found)
 
     def __repr__(self) -> str:
         counts = f"{len(self.only_a)} only in a, {len(self.only_b)} only in b, {len(self.changed)} changed"
@@ -146,7 +146,7 @@ def _compare_leaves(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | N
     if not _are_alike(a, b):
         return f"{describe_entry(a)} → {describe_entry(b)}"
     # Equal bytes are compared as bytes, and nothing is computed of them unless a part that follows differs.
-    difference, equal = _Difference(), list[Box]()
+    difference, equal = _Comparison(), list[Box]()
     for box in slice_boxes(a.shape, dtypes.itemsize(a.dtype), _SLICE_BYTES):
         p, q = _bits(x, box), _bits(y, box)
         if difference.is_empty and np.array_equal(_as_bytes(p), _as_bytes(q)):
@@ -207,7 +207,7 @@ def _are_states_equal(a: Any, b: Any) -> bool:
     return all(memoryview(one) == memoryview(other) for one, other in zip(*parts, strict=True))
 
 
-class _Difference:
+class _Comparison:
     """Accumulates the difference of two arrays slice by slice."""
 
     def __init__(self) -> None:

@@ -11,8 +11,7 @@ from .._run.plain_run import PlainRun
 from ..errors import CorruptError, ExistsError, MismatchError
 from ..formats.treering import metrics, summary
 from ..stores.store import Store
-from .checkpoint_copy import CheckpointCopy
-from .copy import check_target, copy_checkpoints
+from .copy import CheckpointCopy, check_target, copy_checkpoints
 from .verify import verify
 
 

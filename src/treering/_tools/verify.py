@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from .._core import html
+from .._core import printing
 from .._core.source import Problem
 from .._core.tracebacks import hide_internal_frames
 from .._core.units import count, nbytes
@@ -36,9 +36,9 @@ class VerifyReport:
     def _repr_html_(self) -> str:
         found = [(problem.file, str(problem)) for problem in self.problems]
         summary = "all good" if self.ok else count(len(found), "problem")
-        unfinished = html.listed("not checked", [(name, UNFINISHED) for name in self.unfinished])
-        line = html.line(nbytes(self.nbytes), summary)
-        return html.page(self.path, line, html.listed("damage", found), unfinished)
+        unfinished = printing.listed("not checked", [(name, UNFINISHED) for name in self.unfinished])
+        line = printing.line(nbytes(self.nbytes), summary)
+        return printing.page(self.path, line, printing.listed("damage", found), unfinished)
 
     def __repr__(self) -> str:
         return f"<VerifyReport {self._head()}>"

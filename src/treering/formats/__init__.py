@@ -139,24 +139,25 @@ class StepPath(NamedTuple):
     format: str | None = None
 
 
-# In the order in which `detect` tries them. Each module has an object `FORMAT` and is imported when first needed.
+# In the order in which `detect` tries them. Each module, imported when first needed, has an object `FORMAT`; after a
+# colon stands another name. They recognize files without NumPy; what they need to read them is imported then.
 _MODULES = {
-    "treering": "treering.formats.treering.format",
-    "t5x": "treering.formats.t5x.format",
-    "fjformer": "treering.formats.fjformer.format",
-    "slime": "treering.formats.slime.format",
-    "skyrl": "treering.formats.skyrl.format",
+    "treering": "treering",
+    "t5x": "t5x",
+    "fjformer": "fjformer",
+    "slime": "weight_streams:SLIME",
+    "skyrl": "weight_streams:SKYRL",
     # Before the formats below: of a folder with one model in several formats, most libraries read this one.
-    "safetensors": "treering.formats.safetensors.format",
-    "flax": "treering.formats.flax.format",
-    "equinox": "treering.formats.equinox.format",
-    "npz": "treering.formats.npz.format",
-    "torch": "treering.formats.torch.format",
-    "keras": "treering.formats.keras.format",
-    "tensorflow": "treering.formats.tensorflow.format",
-    "orbax": "treering.formats.orbax.format",
-    "dcp": "treering.formats.dcp.format",
-    "levanter": "treering.formats.levanter.format",
+    "safetensors": "safetensors",
+    "flax": "flax",
+    "equinox": "equinox",
+    "npz": "npz",
+    "torch": "torch",
+    "keras": "keras",
+    "tensorflow": "tensorflow",
+    "orbax": "orbax",
+    "dcp": "dcp",
+    "levanter": "levanter",
 }
 _registered: dict[str, Format] = {}
 _is_searched = False  # True once the entry points of installed packages have been loaded
@@ -165,11 +166,8 @@ _SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # 
 _ALIASES = {"easylm": "fjformer"}
 # Endings that only these formats use. A folder of the native format with such a name would be taken for one of them.
 _ONLY_READ = {".npz": "npz", ".pt": "torch", ".pth": "torch", ".h5": "keras", ".keras": "keras"}
-# Formats that are never detected, because files of another format may look like theirs: a module and its object.
-_UNDETECTED = {
-    "t5x-without-zeros": ("treering.formats.t5x.format", "WITHOUT_ZEROS"),
-    "zarr": ("treering.formats.zarr.format", "FORMAT"),
-}
+# Formats that are never detected, because files of another format may look like theirs.
+_UNDETECTED = {"t5x-without-zeros": "t5x:WITHOUT_ZEROS", "zarr": "zarr"}
 
 
 def __getattr__(name: str) -> Any:
@@ -228,11 +226,12 @@ def _all_formats() -> Iterator[Format]:
 def get(name: str) -> Format:
     """Returns a format by name. Raises a `MismatchError` that lists the known names."""
     name = _ALIASES.get(name, name)
-    if name not in _registered and name in _UNDETECTED:
-        module, attribute = _UNDETECTED[name]
-        return getattr(importlib.import_module(module), attribute)
-    if name not in _registered and name in _MODULES:
-        _registered[name] = importlib.import_module(_MODULES[name]).FORMAT
+    if name not in _registered and (place := _UNDETECTED.get(name) or _MODULES.get(name)):
+        module, _, attribute = place.partition(":")
+        found = getattr(importlib.import_module(f".{module}", __name__), attribute or "FORMAT")
+        if name in _UNDETECTED:
+            return found
+        _registered[name] = found
     if name not in _registered:
         _register_installed()
     if name not in _registered:

@@ -14,8 +14,8 @@ from .._run.run_layout import steps
 from ..errors import MismatchError
 from .arguments import PLACEHOLDER, ArrayRestoreArgs, RestoreArgs, tree_in
 from .errors import warn_unused
-from .leaf_templates import real_sharding
 from .namespaces import lookup
+from .tree_restore import real_sharding
 
 __getattr__ = lookup("checkpoint_utils")
 

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError
-from . import arguments, items, kinds, nodes, registration
+from . import arguments, items, nodes, registration
 from .arguments import Composite
-from .handler_files import CallArgs
+from .nodes import CallArgs
 
 T = TypeVar("T")
 RESERVED_NAMES = ("metrics", "descriptor")  # Orbax has these items itself
@@ -116,7 +116,7 @@ class ManagerItems:
 
     def _decide(self, args: Any, ckpt: Checkpoint | None = None) -> None:
         """Decides between one item and several, once. Raises `MismatchError` for arguments of the other mode."""
-        is_composite = kinds.args_kind(args) == "composite" if args is not None else None
+        is_composite = registration.args_kind(args) == "composite" if args is not None else None
         if self.several is None:
             if is_composite is None:
                 assert ckpt is not None
@@ -148,7 +148,7 @@ class ManagerItems:
         if name not in self._handlers:
             raise MismatchError(f"{name}: expected one of the items {', '.join(self._handlers)}")
         handler = self._handlers[name]
-        if (kind := kinds.handler_kind(handler)) in _OLD_STYLE:  # Its class may be one that the program derived.
+        if (kind := registration.handler_kind(handler)) in _OLD_STYLE:  # Its class may be one that the program derived.
             return _OLD_STYLE[kind][0 if for_save else 1](given, **(kwargs or {}))
         if not registration.has_registered_args(handler):
             return CallArgs((given,) if given is not None or for_save else (), kwargs or {})

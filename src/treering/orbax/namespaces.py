@@ -98,9 +98,9 @@ _NAMES: dict[str, dict[str, str]] = {
         "partial=v1.partial path=v1.path training=v1.training tree=v1.tree",
         "arguments": "PLACEHOLDER",
         "v1.context": "Context",
-        "v1.describing": "checkpointables_metadata is_orbax_checkpoint metadata pytree_metadata",
-        "v1.loading": "load load_async load_checkpointables load_checkpointables_async load_pytree load_pytree_async",
-        "v1.metadata_types": "CheckpointMetadata PyTreeMetadata",
+        "v1.loading": "checkpointables_metadata is_orbax_checkpoint load load_async load_checkpointables "
+        "load_checkpointables_async load_pytree load_pytree_async metadata pytree_metadata",
+        "v1.trees": "CheckpointMetadata PyTreeMetadata",
         "v1.registry": "AbstractCheckpointable Checkpointable CheckpointableHandler StatefulCheckpointable",
         "v1.saving": "AsyncResponse save save_async save_checkpointables save_checkpointables_async save_pytree "
         "save_pytree_async",
@@ -115,7 +115,7 @@ _NAMES: dict[str, dict[str, str]] = {
     "v1.handlers": {
         "v1.registry": "AbstractCheckpointable Checkpointable CheckpointableHandler CheckpointableHandlerRegistry "
         "StatefulCheckpointable global_registry local_registry register_handler",
-        "v1.tree_handlers": "JsonHandler PyTreeHandler",
+        "v1.loading": "JsonHandler PyTreeHandler",
     },
     "v1.multihost": {
         "multihost": "is_pathways_backend is_primary_host process_count process_index "
@@ -123,7 +123,7 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "v1.options": {"options": "AtomicityMode"},
     "v1.partial": {},
-    "v1.path": {"": "step=v1.path.step", "v1.own_files": "Path PathAwaitingCreation=Directory PathLike"},
+    "v1.path": {"": "step=v1.path.step", "v1.registry": "Path PathAwaitingCreation=Directory PathLike"},
     "v1.path.step": {"step": "NameFormat standard_name_format"},
     "v1.training": {
         "": "errors=v1.training.errors preservation_policies=v1.training.preservation_policies "

@@ -16,17 +16,17 @@ from .._run.run_layout import RunLayout
 from .._save.pending import PendingSave
 from .._save.save import save, save_async
 from ..errors import ExistsError, NotFoundError
-from ..formats.orbax import removal
 from ..formats.orbax.owned_files import owned_files
+from ..formats.orbax.run import unpublish
 from ..formats.treering import pins, summary
 from ..stores.file_io import files_in, is_folder
 from ..stores.store import Store
-from . import handler_files, items, registration
+from . import items, nodes, registration
 from .errors import CheckpointExistsError
-from .item_restore import part_of
-from .kinds import handler_kind, handlers_in
+from .items import part_of
 from .manager_items import agree
 from .metadata import StepMetadata, step_metadata
+from .registration import handler_kind, handlers_in
 from .step import step_or_none
 
 _log = logging.getLogger("treering")
@@ -107,7 +107,7 @@ def _remove_orbax(store: Store, path: str) -> None:
     """Removes an Orbax checkpoint, but no file that is not part of it."""
     found, owned = set(files_in(store, path)), set(owned_files(store, path))
     if found <= owned:
-        removal.unpublish(store, path)()
+        unpublish(store, path)()
         return
     for name in found & owned:
         store.delete(posixpath.join(path, name))
@@ -164,5 +164,5 @@ def call_arguments(handler: Any, for_save: bool, args: tuple[Any, ...], kwargs: 
         if registration.is_args_class(type(one)):
             return one
     if not registration.has_registered_args(handler):
-        return handler_files.CallArgs(args, kwargs)
+        return nodes.CallArgs(args, kwargs)
     return registration.get_registered_args_cls(handler)[0 if for_save else 1](*args, **kwargs)

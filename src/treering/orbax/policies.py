@@ -168,7 +168,7 @@ class AnyPreservationPolicy:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rule:
+class _PolicyRule:
     """Applies a preservation policy as a rule of `treering.keep`."""
 
     policy: PreservationPolicy
@@ -181,7 +181,7 @@ class _Rule:
 
 def as_keep(policy: PreservationPolicy) -> Policy | None:
     """Returns a preservation policy as one of `treering.keep`; None if it keeps all, so that no manifest is read."""
-    return None if _keeps_all(policy) else Policy((_Rule(policy),))
+    return None if _keeps_all(policy) else Policy((_PolicyRule(policy),))
 
 
 def _keeps_all(policy: PreservationPolicy) -> bool:

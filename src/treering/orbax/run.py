@@ -15,7 +15,7 @@ from .._run import resume, run_layout
 from .._run.checkpointer import Checkpointer
 from .._run.run_layout import RunLayout, parse_step_name
 from ..errors import MismatchError, UnsupportedError
-from ..formats.orbax import run_metadata
+from ..formats.orbax.run import read_run_metadata, write_run_metadata
 from ..keep import Policy
 from .items import format_options
 from .options import CheckpointManagerOptions
@@ -69,11 +69,11 @@ class OrbaxRun(Checkpointer):
 
     def load_metadata(self) -> Any:
         """Returns the metadata of the run; None if it has none."""
-        return run_metadata.read(stores.get(self.directory), self.directory)
+        return read_run_metadata(stores.get(self.directory), self.directory)
 
     def save_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Writes the metadata of a run that has none yet. Logs it if the run has others."""
-        write = functools.partial(run_metadata.write, stores.get(self.directory), self.directory, metadata)
+        write = functools.partial(write_run_metadata, stores.get(self.directory), self.directory, metadata)
         self._collective.run_on_process_0("metadata", write)
         if (found := self.load_metadata()) != json.loads(json.dumps(dict(metadata))) and metadata:
             _log.warning("%s: the metadata of the run stay as an earlier job wrote them: %.200r", self.directory, found)

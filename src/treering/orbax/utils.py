@@ -9,9 +9,9 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..stores import absolute, get
 from ..stores.file_io import is_folder, remove_unused
-from .leaf_templates import real_sharding
 from .namespaces import lookup
 from .run import as_path
+from .tree_restore import real_sharding
 
 __getattr__ = lookup("utils")
 

@@ -9,19 +9,15 @@ for _name in (
     "_detection",
     "_writing",
     "_commits",
-    "_damage",
     "_doubles",
     "_samples",
-    "_store_subject",
     "_store_reading",
-    "_store_values",
     "_store_writing",
-    "stores",
+    "conformance",
 ):
     pytest.register_assert_rewrite(f"{__name__}.{_name}")
 
 from ._samples import DTYPES, NAMES, VALUES, sample  # noqa: E402
-from .conformance import FormatConformance  # noqa: E402
-from .stores import StoreConformance  # noqa: E402
+from .conformance import FormatConformance, StoreConformance  # noqa: E402
 
 __all__ = ["DTYPES", "NAMES", "VALUES", "FormatConformance", "StoreConformance", "sample"]

@@ -1,17 +1,58 @@
-"""Tests of reading from a store: bytes, names and versions."""
+"""What a store under test declares, and tests of reading: bytes, names, versions, the methods of a `KeyValueStore`."""
 
 import contextlib
 import random
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from .. import stores
 from ..errors import CorruptError
 from ..stores.file_io import files_in, read_file
+from ..stores.key_values import KeyValues, KeyValueStore
 from ..stores.read_errors import ReplacedError
 from ..stores.store import Store
-from ._store_subject import StoreSubject, put
+
+PAGE = 4096  # bytes; sinks are written at multiples of it
+_REPLACING_SECONDS = 0.3  # for which a thread looks at a value that another one replaces
+_SWITCH_SECONDS = 1e-4  # between two threads of Python: short, so that they meet within a call
+
+
+class StoreSubject:
+    """The declarations of `treering.testing.StoreConformance`, which its subclasses override."""
+
+    formats = ("treering", "safetensors", "flax", "equinox", "fjformer", "orbax", "t5x", "levanter")
+
+    @pytest.fixture
+    def store(self) -> Any:
+        """The store under test. One process writes to it, with several threads."""
+        raise self._missing("store", "the store under test")
+
+    @pytest.fixture
+    def root(self) -> str:
+        """A path in the store that no other test uses: a folder, or a URL with any scheme, registered or not."""
+        raise self._missing("root", "a path in the store, another one for each test")
+
+    def _missing(self, name: str, returned: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__}: define the fixture `{name}`; it returns {returned}")
+
+    @pytest.fixture
+    def registered(self, store: Store, root: str) -> Iterator[str]:
+        """The root. While a test runs, Treering uses the store for all paths with this scheme."""
+        scheme = root.partition("://")[0] if "://" in root else ""
+        with stores.using(store, scheme):
+            yield root
+
+
+def put(store: Store, path: str, data: bytes) -> None:
+    """Writes a new file."""
+    with store.new_file(path, overwrite=False) as file:
+        file.write(data)
 
 
 class StoreReading(StoreSubject):
@@ -177,3 +218,77 @@ class StoreReading(StoreSubject):
             assert found and found == store.stat(f"{root}/x")
             seen.add(found.version)
         assert len(seen) >= 2
+
+
+class StoreValues(StoreSubject):
+    """The tests of `StoreConformance` for the five methods. Other stores than a `KeyValueStore` skip them."""
+
+    def test_conditions_of_write_hold(self, store: Store, root: str) -> None:
+        values, key = _values_and_key(store, root)
+        first = values.write(key, b"first", exclusive=True, replaces=None)
+        assert values.stat(key) == first and first.nbytes == 5 and list(values.list(key)) == [first]
+        with pytest.raises(FileExistsError):
+            values.write(key, b"other", exclusive=True, replaces=None)
+        second = values.write(key, b"second", exclusive=False, replaces=first.version)
+        with pytest.raises(FileExistsError):
+            values.write(key, b"other", exclusive=False, replaces=first.version)
+        assert second.version != first.version and values.stat(key) == second
+        assert values.read(key, 0, 100) == (b"second", second) and values.read(key, 2, 4)[0] == b"co"
+        values.delete(key)
+        assert values.stat(key) is None and list(values.list(key)) == []
+        with pytest.raises(FileNotFoundError):
+            values.read(key, 0, 1)
+        for version in (first.version, second.version):
+            with pytest.raises(FileExistsError):  # A deleted value is not replaced: its writer has lost its lease.
+                values.write(key, b"other", exclusive=False, replaces=version)
+        assert values.stat(key) is None
+        third = values.write(key, b"", exclusive=True, replaces=None)
+        assert third.version not in (first.version, second.version) and values.read(key, 0, 1) == (b"", third)
+
+    def test_prefixes_are_literal(self, store: Store, root: str) -> None:
+        values, key = _values_and_key(store, root)
+        names = ("a_b", "aXb", "A_b", "a%b", "a*b", "aä b")
+        for name in names:
+            values.write(f"{key}/{name}", name.encode(), exclusive=True, replaces=None)
+        for name in names:
+            assert [one.key for one in values.list(f"{key}/{name[:2]}")] == [f"{key}/{name}"]
+            assert values.read(f"{key}/{name}", 0, 10)[0] == name.encode()
+
+    def test_a_value_is_replaced_in_one_step(self, store: Store, root: str) -> None:
+        """A write without a condition shows the old or the new bytes, never none and never parts."""
+        values, key = _values_and_key(store, root)
+        values.write(key, b"0" * 1000, exclusive=True, replaces=None)
+        wrong, over = list[object](), threading.Event()
+
+        def look() -> None:
+            while not over.is_set():
+                try:
+                    data, value = values.read(key, 0, 2000)
+                except FileNotFoundError as error:
+                    wrong.append(error)
+                else:
+                    if len({*data}) != 1 or len(data) != value.nbytes:
+                        wrong.append(data)
+
+        interval, end = sys.getswitchinterval(), time.monotonic() + _REPLACING_SECONDS
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                reader, count = pool.submit(look), 0
+                try:
+                    while time.monotonic() < end or count < 5:
+                        count += 1
+                        data = b"%d" % (count % 10) * (1000 + count % 10)
+                        values.write(key, data, exclusive=False, replaces=None)
+                finally:
+                    over.set()
+                reader.result()
+        finally:
+            sys.setswitchinterval(interval)
+        assert not wrong, wrong[:1]
+
+
+def _values_and_key(store: Store, root: str) -> tuple[KeyValues, str]:
+    if not isinstance(store, KeyValueStore):
+        pytest.skip("only a `KeyValueStore` has the five methods")
+    return store.values, f"{root.partition('://')[2]}/values"

@@ -13,7 +13,7 @@ from ..stores.buffers import aligned
 from ..stores.file_io import files_in, read_file
 from ..stores.sequential import file_of_new_folder
 from ..stores.store import FinishedFile, Store, Stored
-from ._store_subject import PAGE, StoreSubject, put
+from ._store_reading import PAGE, StoreSubject, put
 
 
 class StoreWriting(StoreSubject):

@@ -26,7 +26,7 @@ import treering as tr
 from fault_proxy import Proxy, Request, proxy
 from treering import stores
 from treering._save import saved_arrays
-from treering._tools.disk_usage import freed_bytes
+from treering._tools.listing import freed_bytes
 from treering.errors import TreeringError
 from treering.formats.treering.copied_files import CopiedFiles
 from treering.formats.treering.manifest_fields import File

@@ -21,7 +21,7 @@ import treering as tr
 from fault_proxy import Proxy, proxy
 from treering import stores
 from treering.errors import CorruptError, NotFoundError, TreeringError, UnsupportedError
-from treering.formats._shared.pending_reads import errors
+from treering.formats._zarr.folder import errors
 from treering.stores.objects import loopback, store
 from treering.stores.read_errors import ReplacedError, RequestError
 from treering.stores.tensorstore_memory import drain_memory, encode_error

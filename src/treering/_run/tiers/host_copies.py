@@ -15,7 +15,7 @@ from ..._processes import coordinator
 from ..._processes.calls import Call, error_watcher
 from ...errors import TreeringError
 from ...formats.treering import host_files, removal, summary
-from ...formats.treering.complete_copies import Missing, complete_copies, missing_copies
+from ...formats.treering.host_files import Missing, complete_copies, missing_copies
 from ...formats.treering.manifest_fields import File
 from ..background_queue import BackgroundQueue
 from .exchange import Exchange

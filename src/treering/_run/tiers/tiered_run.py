@@ -299,7 +299,7 @@ class TieredRun(TierReads):
         if os.getpid() != self._process:
             return
         if self.acquire_for_upload():
-            self._ended = True  # `leave` does not try again.
+            self._ended = True  # `end_writing` does not try again.
             error = self._finish_uploads()
             self._retain(None)
             if problem := self._problem(error):

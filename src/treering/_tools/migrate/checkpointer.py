@@ -2,8 +2,8 @@
 
 import libcst as cst
 
-from . import trees
-from .calls import NewCall, Part, UnknownForm, arguments, part
+from . import calls
+from .calls import CallPart, NewCall, UnknownForm, arguments, part
 from .program import Program
 
 _DROPPED = ("use_ocdbt", "use_zarr3", "timeout_secs")
@@ -15,7 +15,7 @@ def check(program: Program, call: cst.Call) -> None:
     given = arguments(program, call, ("handler",))
     if (n := given.pop("handler", None)) is not None:
         handler = call.args[n].value
-        if not trees.is_plain_handler(program, handler):
+        if not calls.is_plain_handler(program, handler):
             raise UnknownForm(handler, f"{program.code(handler)} is not a plain handler of one tree")
     for name in set(given) - set(_DROPPED):
         raise UnknownForm(call, f"{name}= has no counterpart that migrate knows")
@@ -35,9 +35,9 @@ def _save(program: Program, call: cst.Call, treering: str) -> NewCall:
     if not isinstance(program.parent(call), cst.Expr):
         raise UnknownForm(call, "the result of save() is used")
     directory = given.pop("directory", None)
-    tree: Part | None = None
+    tree: CallPart | None = None
     if (n := given.pop("args", None)) is not None:
-        tree = trees.saved(program, call, n).get
+        tree = calls.saved(program, call, n).get
     elif (n := given.pop("item", None)) is not None:
         tree = part(n)
     if directory is None or tree is None:
@@ -46,7 +46,7 @@ def _save(program: Program, call: cst.Call, treering: str) -> NewCall:
     if (n := given.pop("force", None)) is not None:
         new.append(("overwrite", part(n)))
     for name, n in given.items():
-        trees.check_plain(program, name, call.args[n].value, None)
+        calls.check_plain(program, name, call.args[n].value, None)
     return NewCall(f"{treering}.save", new)
 
 
@@ -55,14 +55,14 @@ def _restore(program: Program, call: cst.Call, treering: str) -> NewCall:
     directory = given.pop("directory", None)
     if directory is None:
         raise UnknownForm(call, "there is no path")
-    like: Part | None = None
+    like: CallPart | None = None
     tree = None
     if (n := given.pop("args", None)) is not None:
-        like = trees.restored(program, call, n).get
+        like = calls.restored(program, call, n).get
     elif (n := given.pop("item", None)) is not None:
         like, tree = part(n), call.args[n].value
     for name, n in given.items():
-        trees.check_plain(program, name, call.args[n].value, tree)
+        calls.check_plain(program, name, call.args[n].value, tree)
     return NewCall(f"{treering}.restore", [("", part(directory)), *([("", like)] if like else [])])
 
 

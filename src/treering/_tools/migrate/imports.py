@@ -8,8 +8,7 @@ from typing import Any
 import libcst as cst
 from libcst import metadata
 
-from . import names
-from .program import Import, Program, dotted
+from .program import ADAPTER, FLAX, MODULES, ORBAX, Import, Program, dotted, is_private, new_module, relative_name
 
 _STAYS = "stays; import orbax.checkpoint, so that migrate can change it"
 
@@ -20,11 +19,11 @@ def rewrite(program: Program, *, native: str | None) -> None:
     native: the name under which the edited statements use `treering`, or None if they do not. If it is given,
         `treering` is imported, and imports of Orbax that only edited statements used are removed.
     """
-    found = [one for one in program.imports if one.module == "orbax" or names.relative(one.full_name) is not None]
+    found = [one for one in program.imports if one.module == "orbax" or relative_name(one.full_name) is not None]
     unused: set[cst.CSTNode] = set()
     binding: set[cst.CSTNode] = set()  # the statements that bind the name `treering` now
     if native:
-        found += [one for one in program.imports if one.name and f"{one.full_name}.".startswith(f"{names.FLAX}.")]
+        found += [one for one in program.imports if one.name and f"{one.full_name}.".startswith(f"{FLAX}.")]
         unused = _unused(program, found)
     for statement in dict.fromkeys(one.statement for one in found):
         mine = [one for one in found if one.statement is statement]
@@ -67,7 +66,7 @@ def _rewrite_import(
     binding: set[cst.CSTNode],
 ) -> None:
     for one in mine:
-        new = names.new_module(one.module)
+        new = new_module(one.module)
         if one.alias in unused:
             program.edit(one.alias, lambda _: cst.RemoveFromParent())
             program.edit(statement, _without_last_comma)
@@ -75,7 +74,7 @@ def _rewrite_import(
             if one.alias.asname or any(_is_other_use(program, node) for node in program.nodes):
                 program.report(one.alias, f"this import {_STAYS}")
                 continue
-            new = names.ADAPTER
+            new = ADAPTER
         if new and one.alias not in unused:
             program.replace(one.alias.name, new)
             if not one.alias.asname:
@@ -140,44 +139,44 @@ def _from_import(module: str, aliases: Sequence[cst.ImportAlias]) -> cst.ImportF
 def _new_home(one: Import) -> tuple[str, str]:
     """Returns the module from which to import a name, and its name there."""
     assert one.name is not None
-    if new := names.MODULES.get(one.full_name):
+    if new := MODULES.get(one.full_name):
         module, _, name = new.rpartition(".")
         return module, name
-    if names.is_private(one.name):  # The adapter has none. Any other name that it lacks raises its error there.
+    if is_private(one.name):  # The adapter has none. Any other name that it lacks raises its error there.
         return one.module, one.name
-    return names.new_module(one.module) or one.module, one.name
+    return new_module(one.module) or one.module, one.name
 
 
 def _rewrite_stars(program: Program) -> None:
     for node in program.nodes:
         if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar) and not node.relative:
             module = dotted(node.module) if node.module else None
-            if module and names.relative(module) is not None:
+            if module and relative_name(module) is not None:
                 program.report(node, f"{program.code(node)} hides the names; check by hand which are used")
-                if node.module and (new := names.new_module(module)):
+                if node.module and (new := new_module(module)):
                     program.replace(node.module, new)
 
 
 def _rewrite_full_names(program: Program, found: Sequence[Import], binding: set[cst.CSTNode]) -> None:
-    staying = [one.module for one in found if one.name is None and not names.new_module(one.module)]
+    staying = [one.module for one in found if one.name is None and not new_module(one.module)]
     for node, _ in program.references:
         text = dotted(node) or ""
         if any(f"{text}.".startswith(f"{module}.") for module in staying if module != "orbax"):
             continue
-        if text.startswith(names.ORBAX) and not _imports_of(program, node) & binding:
+        if text.startswith(ORBAX) and not _imports_of(program, node) & binding:
             if not program.is_consumed(node):
                 program.report(node, f"{text} {_STAYS}")
             continue
-        while text.startswith(names.ORBAX) and text not in names.MODULES:
+        while text.startswith(ORBAX) and text not in MODULES:
             node = cst.ensure_type(node, cst.Attribute).value
             text = dotted(node) or ""
-        if text in names.MODULES:
-            program.replace(node, names.MODULES[text])
+        if text in MODULES:
+            program.replace(node, MODULES[text])
 
 
 def _report_unbound(program: Program, binding: set[cst.CSTNode]) -> None:
     """Reports other packages of `orbax` that a program used through its import of `orbax.checkpoint`."""
-    mixed = {one.statement for one in program.imports if one.bound_name == "orbax" and not names.new_module(one.module)}
+    mixed = {one.statement for one in program.imports if one.bound_name == "orbax" and not new_module(one.module)}
     for node in program.nodes:
         if not _is_other_use(program, node) or not program.is_use(node):
             continue

@@ -5,13 +5,10 @@ from collections.abc import Collection
 
 import libcst as cst
 
-from . import checkpointer, manager, names, variables
-from .calls import NewCall, UnknownForm
-from .editing import unwrapped
-from .plan import STAYS, Plan, is_test, method_call, method_name, unknown_use
-from .program import Program, dotted
-from .shared import Shared
-from .variables import Variable, kind_of
+from . import checkpointer, manager, variables
+from .calls import STAYS, EditPlan, NewCall, UnknownForm, is_test, method_call, method_name, unknown_use
+from .program import Program, dotted, problem_of, unwrapped
+from .variables import Shared, Variable, kind_of
 
 _OVERWRITE = "overwrite= refuses a checkpoint that Orbax wrote; delete it, or save to another path"
 _NUMPY = "arrays are restored as NumPy arrays; pass a template to restore JAX arrays, as Orbax does"
@@ -33,10 +30,10 @@ def rewrite(program: Program, shared: Shared) -> str | None:
     return treering if any(plan.is_made for plan in plans) else None
 
 
-def _plan(program: Program, variable: Variable, kind: str, treering: str) -> Plan | None:
+def _plan(program: Program, variable: Variable, kind: str, treering: str) -> EditPlan | None:
     if {kind_of(program, call) for call in variable.makers} != {kind}:
         return None
-    plan = Plan(program)
+    plan = EditPlan(program)
     plan.nodes = [*variable.makers, *(method_call(program, use) or use for use in variable.uses)]
     plan.errors = [UnknownForm(node, reason) for node, reason in variable.problems]
     _PLANS[kind](plan, variable, treering)
@@ -44,14 +41,14 @@ def _plan(program: Program, variable: Variable, kind: str, treering: str) -> Pla
     return plan
 
 
-def _plan_direct_call(program: Program, maker: cst.CSTNode, treering: str) -> Plan | None:
+def _plan_direct_call(program: Program, maker: cst.CSTNode, treering: str) -> EditPlan | None:
     """Plans ``StandardCheckpointer().save(…)``, without a variable."""
     if not isinstance(maker, cst.Call) or kind_of(program, maker) != "checkpointer":
         return None
     call = method_call(program, maker)
     if call is None:
         return None
-    plan = Plan(program)
+    plan = EditPlan(program)
     plan.nodes = [call]
     plan.attempt(lambda: checkpointer.check(program, maker))
     plan.attempt(lambda: _plan_checkpointer_call(plan, call, treering))
@@ -59,8 +56,8 @@ def _plan_direct_call(program: Program, maker: cst.CSTNode, treering: str) -> Pl
     return plan
 
 
-def _plan_manager(plan: Plan, variable: Variable, treering: str) -> None:
-    program, made = plan.program, list[manager.Made]()
+def _plan_manager(plan: EditPlan, variable: Variable, treering: str) -> None:
+    program, made = plan.program, list[manager.MadeRun]()
     for call in variable.makers:
         plan.attempt(lambda call=call: made.append(manager.make(program, call, treering)))
     if plan.errors:
@@ -82,7 +79,7 @@ def _plan_manager(plan: Plan, variable: Variable, treering: str) -> None:
             plan.errors.append(unknown_use(program, use))
 
 
-def _plan_manager_call(plan: Plan, call: cst.Call, run: manager.Run) -> None:
+def _plan_manager_call(plan: EditPlan, call: cst.Call, run: manager.Run) -> None:
     new = manager.method(plan.program, method_name(call), call, run)
     if not isinstance(new, NewCall):
         plan.edits.append(lambda: plan.program.edit(call, new))
@@ -92,7 +89,7 @@ def _plan_manager_call(plan: Plan, call: cst.Call, run: manager.Run) -> None:
         plan.remark(call, _NUMPY)
 
 
-def _plan_checkpointer(plan: Plan, variable: Variable, treering: str) -> None:
+def _plan_checkpointer(plan: EditPlan, variable: Variable, treering: str) -> None:
     program = plan.program
     plan.errors += [UnknownForm(one, "it is passed to a function") for one in variable.params]
     for call, statement in variable.makers.items():
@@ -105,7 +102,7 @@ def _plan_checkpointer(plan: Plan, variable: Variable, treering: str) -> None:
             plan.errors.append(unknown_use(program, use))
 
 
-def _plan_removal(plan: Plan, statement: cst.CSTNode) -> None:
+def _plan_removal(plan: EditPlan, statement: cst.CSTNode) -> None:
     """Plans to remove an assignment, or to take the block of a ``with`` out of it."""
     program = plan.program
     if isinstance(statement, cst.Assign | cst.AnnAssign):
@@ -118,7 +115,7 @@ def _plan_removal(plan: Plan, statement: cst.CSTNode) -> None:
     plan.edits.append(lambda: program.edit(block, unwrapped))
 
 
-def _plan_checkpointer_call(plan: Plan, call: cst.Call, treering: str) -> None:
+def _plan_checkpointer_call(plan: EditPlan, call: cst.Call, treering: str) -> None:
     program, name = plan.program, method_name(call)
     if name in checkpointer.ENDINGS:
         statement = program.parent(call)
@@ -134,7 +131,7 @@ def _plan_checkpointer_call(plan: Plan, call: cst.Call, treering: str) -> None:
         plan.remark(call, _OVERWRITE)
 
 
-def _plan_arguments(plan: Plan, variable: Variable, treering: str) -> None:
+def _plan_arguments(plan: EditPlan, variable: Variable, treering: str) -> None:
     """Plans to remove arguments that only replaced calls used. Nothing is reported: the calls that stay are."""
     if all(plan.program.is_consumed(use) for use in variable.uses) and not plan.errors and not variable.params:
         for statement in variable.makers.values():
@@ -158,7 +155,7 @@ def _name_of_treering(program: Program) -> str | None:
     return next((name for name in ("tr", "treering") if name not in taken), None)
 
 
-def _report_rest(program: Program, plans: Collection[Plan]) -> None:
+def _report_rest(program: Program, plans: Collection[EditPlan]) -> None:
     """Reports each line that still uses Orbax, unless a plan has reported it. Annotations need no change."""
     explained = {node for plan in plans for node in plan.nodes}
     lines: set[int] = set()
@@ -166,7 +163,7 @@ def _report_rest(program: Program, plans: Collection[Plan]) -> None:
         above = {node, *program.ancestors(node)}
         annotated = any(isinstance(one, cst.Annotation) for one in above)
         if inner and not program.is_consumed(node) and not above & explained and not annotated:
-            if names.problem(inner) is None and program.line(node) not in lines:
+            if problem_of(inner) is None and program.line(node) not in lines:
                 program.report(node, f"{dotted(node)} {STAYS}: {_reason(program, node)}")
             lines.add(program.line(node))
 

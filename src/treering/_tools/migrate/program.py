@@ -1,15 +1,150 @@
-"""A parsed program: what its names mean, the edits to make, and the lines that a person must look at."""
+"""A parsed program: what its names mean, the edits to make, and the lines that a person must look at.
+
+Names of Orbax become those of the adapter `treering.orbax`, which lacks some. Edits keep comments and formatting, also
+those of removed statements.
+"""
 
 import ast
 import dataclasses
-from collections.abc import Iterator, Sequence
+import importlib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
 from libcst import metadata
 
-from . import names
-from .editing import Edit, added_after, edited, removed
+ORBAX, ADAPTER = "orbax.checkpoint", "treering.orbax"
+_OLD_V1 = f"{ORBAX}.experimental.v1"  # Older releases of Orbax have version 1 only there.
+MODULES = {_OLD_V1: f"{ADAPTER}.v1", ORBAX: ADAPTER}  # modules with a name of their own, the longest first
+FLAX = "flax.training.orbax_utils"  # It imports Orbax.
+Edit = Callable[[Any], Any]  # takes a node whose children are edited, and returns what replaces it
+
+
+def relative_name(name: str) -> str | None:
+    """Returns a dotted name within `orbax.checkpoint`, "" for the module itself, or None if it is not of Orbax.
+
+    A name within the adapter is one too, so that a migrated program can be migrated further.
+    """
+    if f"{name}.".startswith(f"{ADAPTER}."):
+        return name[len(ADAPTER) + 1 :]
+    if not f"{name}.".startswith(f"{ORBAX}."):
+        return None
+    if f"{name}.".startswith(f"{_OLD_V1}."):
+        name = f"{ORBAX}.v1{name.removeprefix(_OLD_V1)}"
+    return name[len(ORBAX) + 1 :]
+
+
+def problem_of(inner: str) -> str | None:
+    """Returns what to do about a name within `orbax.checkpoint` that the adapter lacks, or None if it has the name."""
+    if is_private(inner):
+        return "is private to Orbax; use a public name"
+    # The adapter is a layer above, and a program that has nothing to migrate does not need it.
+    found, namespaces = importlib.import_module(ADAPTER), importlib.import_module(f"{ADAPTER}.namespaces")
+    parts = inner.split(".") if inner else []
+    for level, part in enumerate(parts):
+        path = ".".join(parts[: level + 1])
+        known = isinstance(found, types.ModuleType | type)
+        if namespaces.is_refused(found) or (known and not hasattr(found, part)):
+            instead = namespaces.advice(path) or "see docs/migrate/orbax.md"
+            return f"is not in {ADAPTER}; {instead}"
+        if not known:  # an attribute of an object, such as the result of a call
+            return None
+        found = getattr(found, part)
+    return f"is not in {ADAPTER}; {namespaces.advice(inner)}" if namespaces.is_refused(found) else None
+
+
+def is_private(inner: str) -> bool:
+    """Returns True if a part of a dotted name begins with an underscore."""
+    return any(part.startswith("_") for part in inner.split("."))
+
+
+def new_module(name: str) -> str | None:
+    """Returns the module of the adapter that stands for a module of Orbax, or None if there is none."""
+    inner = relative_name(name)
+    if inner is None or problem_of(inner):
+        return None
+    return f"{ADAPTER}.{inner}" if inner else ADAPTER
+
+
+class _Removed(cst.Pass):
+    """Stands for a removed statement until its block is edited. LibCST itself would drop the comments of the line."""
+
+
+def removed(_: Any) -> cst.Pass:
+    """Is the edit that removes a statement."""
+    return _Removed()
+
+
+def unwrapped(block: Any) -> Any:
+    """Is the edit that replaces a ``with`` by the statements in it."""
+    comment = block.body.header.comment
+    before = [*block.leading_lines, *([cst.EmptyLine(comment=comment)] if comment else [])]
+    return cst.FlattenSentinel(
+        [
+            cst.SimpleStatementLine([_Removed()], leading_lines=before),
+            *block.body.body,
+            cst.SimpleStatementLine([_Removed()], leading_lines=block.body.footer),
+        ]
+    )
+
+
+def added_after(new: Sequence[cst.SimpleStatementLine]) -> Edit:
+    """Returns the edit that adds lines after one, or in its place if all its statements are removed."""
+
+    def edit(line: Any) -> Any:
+        if isinstance(line, cst.FlattenSentinel):
+            first, *others = line
+            return cst.FlattenSentinel([first, *new, *others])
+        if _is_removed(line):
+            return cst.FlattenSentinel([line.with_changes(body=new[0].body), *new[1:]])
+        return cst.FlattenSentinel([line, *new])
+
+    return edit
+
+
+def edited(module: cst.Module, edits: Mapping[cst.CSTNode, Edit]) -> cst.Module:
+    """Returns the module with the edits of its nodes."""
+    return cst.ensure_type(module.visit(_Editor(edits)), cst.Module)
+
+
+class _Editor(cst.CSTTransformer):
+    def __init__(self, edits: Mapping[cst.CSTNode, Edit]):
+        super().__init__()
+        self._edits = edits
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        edit = self._edits.get(original_node)
+        updated = updated_node if edit is None else edit(updated_node)
+        if isinstance(updated, cst.Module | cst.IndentedBlock) and updated is not original_node:
+            return _without_removed_lines(updated)
+        return updated
+
+
+def _is_removed(line: Any) -> bool:
+    return isinstance(line, cst.SimpleStatementLine) and all(isinstance(one, _Removed) for one in line.body)
+
+
+def _without_removed_lines(block: Any) -> Any:
+    """Leaves out the removed statements of a block. Their comments move to the next line."""
+    kept: list[Any] = []
+    carried: list[cst.EmptyLine] = []
+    for line in block.body:
+        if _is_removed(line):
+            comment = line.trailing_whitespace.comment
+            carried += [*line.leading_lines, *([cst.EmptyLine(comment=comment)] if comment else [])]
+            continue
+        if isinstance(line, cst.SimpleStatementLine) and any(isinstance(one, _Removed) for one in line.body):
+            *others, last = (one for one in line.body if not isinstance(one, _Removed))
+            line = line.with_changes(body=[*others, last.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)])
+        if carried and (any(one.comment for one in carried) or not line.leading_lines):
+            line = line.with_changes(leading_lines=(*carried, *line.leading_lines))
+        kept.append(line)
+        carried = []
+    if not kept and isinstance(block, cst.IndentedBlock):
+        kept, carried = [cst.SimpleStatementLine([cst.Pass()], leading_lines=carried)], []
+    footer = [one for one in carried if one.comment]
+    return block.with_changes(body=kept, footer=(*footer, *block.footer))
 
 
 class Unreadable(Exception):
@@ -95,7 +230,7 @@ class Program:
     def orbax_name(self, node: cst.CSTNode) -> str | None:
         """Returns the name within `orbax.checkpoint` of an expression, "" for the module, or None."""
         name = self.qualified(node)
-        return None if name is None else names.relative(name)
+        return None if name is None else relative_name(name)
 
     def is_use(self, node: cst.CSTNode) -> bool:
         """Returns True if a name reads a variable: it is not in an import, assigned, a keyword, or an attribute."""

@@ -13,7 +13,7 @@ from ..._core.describe import describe_entry
 from ..._core.entries import ArrayEntry
 from ..._core.lazy import LazyArray
 from ..._core.leaf_paths import matches
-from ..._core.outline import Node, outline
+from ..._core.outline import OutlineNode, outline
 from ..._core.source import arrays_of
 from ..._core.units import count, nbytes
 from ..._core.units import sharding as sharding_text
@@ -162,7 +162,7 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     root = outline(ckpt._source.entries, about=lambda entry: sharding_text(ckpt._source.sharding(entry)))
     total = sum(node.nbytes for node in root.children)
 
-    def part(node: Node, times: int) -> dict[str, Any]:
+    def part(node: OutlineNode, times: int) -> dict[str, Any]:
         """Describes a node that stands for `times` nodes that are alike."""
         name = safe(node.name) + (f" ×{node.alike}" if node.alike > 1 else "")
         size, leaves = times * node.nbytes, times * node.leaves

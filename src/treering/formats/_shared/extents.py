@@ -33,7 +33,7 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
         raise UnsafeError(f"{name}: no array can have the shape {list(shape)!s:.200}")
 
 
-class Layout(msgspec.Struct, frozen=True, gc=False):
+class ExtentLayout(msgspec.Struct, frozen=True, gc=False):
     """The layout of all arrays of one shape and dtype.
 
     `stored` is the dtype in the file, in either byte order. `dtype` has the same size and is the dtype of the result.
@@ -47,7 +47,7 @@ class Layout(msgspec.Struct, frozen=True, gc=False):
     alignment: int  # in bytes, that a view of the file needs; 0 if the byte order rules out a view
 
 
-def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout:
+def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> ExtentLayout:
     """Returns a layout. Raises an `UnsafeError` that begins with `name` for a shape that no array can have."""
     stored = np.dtype(stored)
     dtype = np.dtype(stored.newbyteorder("=") if dtype is None else dtype)
@@ -55,7 +55,7 @@ def layout(shape: tuple[int, ...], stored: Any, dtype: Any, name: str) -> Layout
     stored = dtype if stored == dtype else stored
     check_shape(shape, name)
     alignment = dtype.alignment if stored.isnative else 0
-    return Layout(shape, stored, dtype, math.prod(shape) * stored.itemsize, full_box(shape), alignment)
+    return ExtentLayout(shape, stored, dtype, math.prod(shape) * stored.itemsize, full_box(shape), alignment)
 
 
 class Runs(msgspec.Struct, frozen=True, gc=False):
@@ -65,7 +65,7 @@ class Runs(msgspec.Struct, frozen=True, gc=False):
     """
 
     runs: tuple[tuple[Blob, int, int], ...]
-    layout: Layout
+    layout: ExtentLayout
 
     @staticmethod
     def of(runs: Sequence[tuple[Blob, int, int]], shape: tuple[int, ...], stored: Any, dtype: Any = None) -> "Runs":
@@ -184,7 +184,9 @@ def fill_parts(array: Runs, out: np.ndarray, box: Box) -> Iterator[Callable[[], 
 
 
 Wanted = Sequence[tuple[int, Runs, Box]]  # boxes of arrays, numbered
-_Entire = tuple[int, int, Layout]  # an array of which everything is wanted: its offset in a file, number and layout
+_Entire = tuple[
+    int, int, ExtentLayout
+]  # an array of which everything is wanted: its offset in a file, number and layout
 _offset = operator.itemgetter(0)
 
 
@@ -298,7 +300,7 @@ def _nearby_runs(wanted: list[_Entire]) -> Iterator[tuple[int, int, list[_Entire
     yield begin, end, part
 
 
-def _to_native_order(array: np.ndarray, about: Layout) -> np.ndarray:
+def _to_native_order(array: np.ndarray, about: ExtentLayout) -> np.ndarray:
     """Returns an array that was read, in this machine's byte order and its final dtype."""
     if about.stored is about.dtype:
         return array

@@ -10,18 +10,27 @@ from ..._core.leaf_paths import join_names
 from ...errors import TreeringError
 from ...stores.file_io import is_folder, opened, read_file
 from ...stores.store import Store
-from ..torch.schema import CHUNKS, PICKLE, RESAVE, SAVE_SCRIPT
 
+TORCH_PICKLE = "/data.pkl"  # ends the name of the pickle in an archive
+TORCH_CHUNKS = ".distcp"  # ends the names of files that have one archive after another
+RESAVE_TORCH = (
+    "save it again where PyTorch is, and open the new file: torch.save(torch.load(path, weights_only=True), 'model.pt')"
+)
+_SAVE_SCRIPT = (
+    "where PyTorch is, save its tensors, and open the new file: "
+    "torch.save(torch.jit.load(path).state_dict(), 'model.pt')"
+)
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 NPY_MAGIC = b"\x93NUMPY"
 _PICKLE_ADVICE = "a pickle, which is never opened because that could run any code"
 _UNPACK_ADVICE = "unpack it first"
 _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
-    (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", f"a file of PyTorch before 1.6, {_PICKLE_ADVICE}; {RESAVE}"),
+    (0, b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9", f"a file of PyTorch before 1.6, {_PICKLE_ADVICE}; {RESAVE_TORCH}"),
     *(
         (0, bytes([0x80, n]), f"{_PICKLE_ADVICE}; load it in the program that wrote it; save its arrays")
         for n in range(2, 6)
     ),
-    (0, b"\x89HDF\r\n\x1a\n", "HDF5, as Keras writes it; open it by its own path"),
+    (0, HDF5_MAGIC, "HDF5, as Keras writes it; open it by its own path"),
     (0, NPY_MAGIC, "an array of NumPy; load it with numpy.load, and save it"),
     (0, b"\x0c\xdb\x3a\x2a", "a file of an OCDBT database of TensorStore; open the folder that it is in"),
     (0, b"GGUF", "GGUF, the format of llama.cpp; open the model that it was made from"),
@@ -161,10 +170,10 @@ def _describe_zip(begin: bytes, path: str) -> str:
     first = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
     if first.endswith(b".npy"):
         return "an archive of NumPy (.npz); open it by its own path"
-    if first.endswith(PICKLE.encode()):
-        return f"a file of PyTorch; open {'its folder' if path.endswith(CHUNKS) else 'it by its own path'}"
+    if first.endswith(TORCH_PICKLE.encode()):
+        return f"a file of PyTorch; open {'its folder' if path.endswith(TORCH_CHUNKS) else 'it by its own path'}"
     if re.fullmatch(rb"[^/]+/data/0", first) and path.endswith(_TORCH_SUFFIXES):
-        return f"probably a program of TorchScript; {SAVE_SCRIPT}"
+        return f"probably a program of TorchScript; {_SAVE_SCRIPT}"
     if posixpath.basename(first) in (b".zarray", b".zgroup", b".zattrs", b"zarr.json"):
         return f"a zip archive of zarr arrays; {_UNPACK_ADVICE}"
     if first in (b"metadata.json", b"config.json") and path.endswith(".keras"):

@@ -1,13 +1,20 @@
-"""Parts that formats share: those that are only read, and those of a single file."""
+"""Methods that formats share: those that are only read, those of a single file, and those of folders of zarr arrays."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..._core.entries import ArrayEntry
 from ..._core.source import Source
+from ..._processes.calls import SINGLE_PROCESS, Call
 from ...errors import UnsupportedError
 from ...stores.file_io import opened
 from ...stores.read_errors import refusal
 from ...stores.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..._processes.assignment import Layout
 
 _MEMBER_MAGIC = b"PK\x03\x04"  # the beginning of the header before each member of a zip file
 _MEMBER_BYTES = 30  # of such a header before the name
@@ -59,3 +66,32 @@ def _examine_zip(store: Store, path: str, ending: str) -> str | None:
         if begin[_MEMBER_BYTES:end].endswith(ending.encode())
         else f"the first file in it is not {ending.strip('/')}"
     )
+
+
+class ZarrFolders:
+    """Implements `treering.formats.JointFormat` for folders of zarr arrays.
+
+    `_writer` of a subclass imports and returns its writing function, so that reading does not import it.
+    """
+
+    def _writer(self) -> Callable[..., int]:
+        raise NotImplementedError
+
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+        return self.write_together(store, path, contents, SINGLE_PROCESS, {}, overwrite=overwrite, **options)
+
+    def splits(self, entry: ArrayEntry) -> bool:
+        return True
+
+    def write_together(
+        self,
+        store: Store,
+        path: str,
+        contents: Source,
+        call: Call,
+        layouts: "Mapping[str, Layout]",
+        *,
+        overwrite: bool,
+        **options: Any,
+    ) -> int:
+        return self._writer()(store, path, contents, call, layouts, options, overwrite=overwrite)

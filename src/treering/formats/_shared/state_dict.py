@@ -16,7 +16,7 @@ from ..._core.leaf_paths import key_texts
 from ..._core.skeleton import LEAF, Node, Skeleton, encode_key
 from ..._core.values import encode
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from .extents import Blob, Layout, Runs, layout
+from .extents import Blob, ExtentLayout, Runs, layout
 from .msgpack import Extension, PlacedExtension, Raw, Scanner, named
 from .reader import Stored, attempt
 
@@ -29,7 +29,7 @@ _TEXT = re.compile(r"(str|bytes)(\d{1,9})")
 _log = logging.getLogger("treering")
 
 
-class Leaves(NamedTuple):
+class StateLeaves(NamedTuple):
     """The leaves of a state dict, in order."""
 
     entries: list[Entry]
@@ -62,7 +62,7 @@ class StateDict:
     ):
         self._file, self._find = file, find
         self._seen_as = {} if seen_as is None else seen_as
-        self._kinds: dict[Extension, _Kind] = {}
+        self._kinds: dict[Extension, _StateKind] = {}
         self._room = _MAX_PATH_CHARACTERS
         self._scanner = Scanner(file, (ARRAY, COMPLEX, SCALAR))
 
@@ -74,7 +74,7 @@ class StateDict:
         """Returns the value that fills a range exactly; see `Scanner`."""
         return self._scanner.value_of_range(at, end)
 
-    def leaves(self, tree: Any, at: str | None = None) -> Leaves:
+    def leaves(self, tree: Any, at: str | None = None) -> StateLeaves:
         """Returns the leaves of a scanned value.
 
         at: the path of the value; None for the root.
@@ -111,7 +111,7 @@ class StateDict:
                     f"{self._file.path}: expected paths of at most {_MAX_PATH_CHARACTERS} characters in all, found more"
                 )
             pending.append(zip([prefix + name for name in names], children, strict=True))
-        return Leaves(entries, arrays, skeleton)
+        return StateLeaves(entries, arrays, skeleton)
 
     def _leaf(self, path: str, value: Any) -> tuple[Entry, Stored | None] | None:
         """Returns the entry of a leaf, with its array if it is one; None for a container."""
@@ -135,14 +135,16 @@ class StateDict:
             return None
         return ValueEntry(path, *encode(self._scanner.bytes(value) if type(value) is Raw else value)), None
 
-    def _kind(self, extension: Extension) -> "_Kind":
+    def _kind(self, extension: Extension) -> "_StateKind":
         if extension.code not in (ARRAY, SCALAR):
             raise UnsupportedError(f"expected an extension of type 1, 2 or 3, as Flax has, found {extension.code}")
         dtype, shape, raw = _array(extension.value)
         dtype, about = self._layout(dtype, shape, raw.size)
-        return _Kind("numpy-scalar" if extension.code == SCALAR and not shape else "numpy", dtype, about, raw.offset)
+        return _StateKind(
+            "numpy-scalar" if extension.code == SCALAR and not shape else "numpy", dtype, about, raw.offset
+        )
 
-    def _layout(self, dtype: str, shape: tuple[int, ...], found: int) -> tuple[str, Layout]:
+    def _layout(self, dtype: str, shape: tuple[int, ...], found: int) -> tuple[str, ExtentLayout]:
         """Returns the dtype under which an array is read, and its layout. Raises unless it has `found` bytes."""
         expected = math.prod(shape) * dtypes.itemsize(dtype)
         if expected != found:
@@ -151,12 +153,12 @@ class StateDict:
         return seen, layout(shape, dtypes.to_numpy(dtype), dtypes.to_numpy(seen), self._file.path)
 
 
-class _Kind(NamedTuple):
+class _StateKind(NamedTuple):
     """The array of all extensions with one beginning. The array starts at `offset` in the payload."""
 
     type: Literal["numpy", "numpy-scalar"]
     dtype: str
-    layout: Layout
+    layout: ExtentLayout
     offset: int
 
 
@@ -237,7 +239,7 @@ def numbered(value: Any) -> list[Any] | None:
     return [value[str(n)] for n in range(len(value))]
 
 
-def own_step(leaves: Leaves, path: str) -> int | None:
+def own_step(leaves: StateLeaves, path: str) -> int | None:
     """Returns the number of updates that a training state has counted in the leaf at a path.
 
     Returns None without such a leaf. Logs a leaf that cannot be read, and returns None for it.

@@ -22,8 +22,8 @@ from ..._core.entries import ArrayEntry
 from ..._core.source import Source
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Store
+from ..safetensors import FORMAT as SAFETENSORS
 from ..safetensors.folder import SUFFIX
-from ..safetensors.format import FORMAT as SAFETENSORS
 from ..safetensors.read import open_file
 from ..safetensors.schema import path_of
 from .reader import ForeignReader, Stored, check_file
@@ -32,7 +32,7 @@ from .zstd import unpack
 _MAX_CHAIN = 100_000  # versions back to a complete one
 
 
-class Part(NamedTuple):
+class TensorDelta(NamedTuple):
     """The difference of a tensor: the file with it, its key there, and the checksum of the tensor's new bytes.
 
     Without `checksum`, the metadata of the file has it under the key of the tensor.
@@ -44,33 +44,33 @@ class Part(NamedTuple):
     checksum: str | None = None
 
 
-class Delta(NamedTuple):
+class VersionDelta(NamedTuple):
     """A version. `parts` has the tensors that have changed, by their keys; `encoding` is "xor" or "overwrite"."""
 
     path: str
     number: int
     base: int
     encoding: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorDelta]
     nbytes: int
 
 
-class Layout(Protocol):
-    """A format of deltas; see `delta_streams.DeltaStream`."""
+class DeltaFormat(Protocol):
+    """A format of deltas; see `weight_streams.DeltaStream`."""
 
     name: str
 
     def path_of(self, stream: str, number: int) -> str: ...
-    def read_delta(self, store: Store, path: str) -> Delta | None: ...
+    def read_delta(self, store: Store, path: str) -> VersionDelta | None: ...
 
 
-def open_version(layout: Layout, store: Store, path: str) -> Source:
+def open_version(layout: DeltaFormat, store: Store, path: str) -> Source:
     """Opens a version together with those that it is made from, back to a complete one.
 
     Raises `CorruptError` if one is missing, damaged or out of order, and `UnsupportedError` for an unknown encoding.
     """
     stream = posixpath.dirname(path)
-    chain: list[Delta] = []
+    chain: list[VersionDelta] = []
     at = path
     while delta := layout.read_delta(store, at):
         if (chain and delta.number != chain[-1].base) or delta.base >= delta.number or len(chain) == _MAX_CHAIN:
@@ -101,7 +101,7 @@ def open_version(layout: Layout, store: Store, path: str) -> Source:
             old = arrays[entry.path]
             kept = (old.base, old.steps) if isinstance(old, _Changed) else (old, ())
             arrays[entry.path] = _Changed(
-                entry, kept[0], (*kept[1], _Step(delta, part._replace(checksum=checksum), file))
+                entry, kept[0], (*kept[1], _VersionStep(delta, part._replace(checksum=checksum), file))
             )
     return ForeignReader(
         layout.name, path, [*base.entries.values()], arrays, skeleton=base.skeleton, step=chain[0].number,
@@ -115,18 +115,18 @@ def _opened(store: Store, folder: str, name: str) -> Any:
     return open_file(store, check_file(store, posixpath.join(folder, name), folder))
 
 
-class _Step(NamedTuple):
+class _VersionStep(NamedTuple):
     """A change of a tensor, and the open file that has it."""
 
-    delta: Delta
-    part: Part
+    delta: VersionDelta
+    part: TensorDelta
     file: Any
 
 
 class _Changed:
     """A tensor that is made from that of a complete version by the changes of the versions after it; see `Stored`."""
 
-    def __init__(self, entry: ArrayEntry, base: Stored, steps: tuple[_Step, ...]):
+    def __init__(self, entry: ArrayEntry, base: Stored, steps: tuple[_VersionStep, ...]):
         self._entry, self.base, self.steps = entry, base, steps
 
     def can_map(self) -> bool:

@@ -25,7 +25,7 @@ def open_zip(file: Blob, begin: int = 0, nbytes: int | None = None) -> zipfile.Z
     return zipfile.ZipFile(_Buffered(_Raw(file, begin, size), _BUFFER_BYTES))
 
 
-class Member(NamedTuple):
+class ZipMember(NamedTuple):
     """Says where the bytes of an uncompressed file in an archive are. `crc` is its checksum."""
 
     offset: int
@@ -33,7 +33,7 @@ class Member(NamedTuple):
     crc: int
 
 
-def locate(file: Blob, begin: int, nbytes: int, member: zipfile.ZipInfo, name: str) -> Member:
+def locate(file: Blob, begin: int, nbytes: int, member: zipfile.ZipInfo, name: str) -> ZipMember:
     """Returns the place of a stored file in the archive that is a range of a file."""
     at = begin + member.header_offset
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED:
@@ -44,7 +44,7 @@ def locate(file: Blob, begin: int, nbytes: int, member: zipfile.ZipInfo, name: s
     offset = at + _LOCAL_HEADER.size + sum(lengths)
     if magic != b"PK\x03\x04" or offset + member.file_size > begin + nbytes:
         raise CorruptError(f"{name}: expected the {member.file_size} bytes of {member.filename!r}, found fewer")
-    return Member(offset, member.file_size, member.CRC)
+    return ZipMember(offset, member.file_size, member.CRC)
 
 
 @contextlib.contextmanager

@@ -21,10 +21,20 @@ from ...stores.buffers import empty_aligned_array
 from ...stores.file_io import opened
 from ...stores.read_errors import reading
 from ...stores.store import Store
-from .._shared.pending_reads import PendingReads, errors
 from .._shared.reader import attempt
 from . import metadata as zarr_metadata
-from .folder import IN_FLIGHT, MAX_METADATA_BYTES, TENSORSTORE, Driver, Folder, check_file, key_prefix, stat
+from .folder import (
+    IN_FLIGHT,
+    MAX_METADATA_BYTES,
+    TENSORSTORE,
+    Driver,
+    Folder,
+    PendingReads,
+    check_file,
+    errors,
+    key_prefix,
+    stat,
+)
 
 _MAX_KEPT_BYTES = 128 << 20  # bytes of decoded chunks that stay in memory while an array is read in parts of chunks
 _MIN_KEPT_CHUNK_BYTES = 8 << 20  # bytes of a part of a chunk from which on the decoded chunks are kept

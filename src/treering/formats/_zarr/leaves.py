@@ -24,7 +24,7 @@ from . import array as zarr
 from . import metadata
 from .chunks import Chunks, assign_chunks
 from .folder import DATABASE, DATABASE_PARTS, IN_FLIGHT, Driver
-from .writer import Writer
+from .writer import ZarrWriter
 
 _MAX_CHUNK_BYTES = 16 << 20  # bytes of a chunk that is written
 # Elements of an array for each byte of its files; zstd compresses 32,768 bytes into one at most
@@ -123,7 +123,7 @@ def _is_one_run(entry: ArrayEntry) -> list[int]:
     return [max(size, 1) for size in box_shape(first)] or [1] * len(entry.shape)
 
 
-def add_array(writer: Writer, name: str, entry: ArrayEntry, contents: Source, chunks: Chunks) -> None:
+def add_array(writer: ZarrWriter, name: str, entry: ArrayEntry, contents: Source, chunks: Chunks) -> None:
     """Writes an array in chunks."""
 
     def read_box(box: Box) -> np.ndarray:
@@ -132,7 +132,7 @@ def add_array(writer: Writer, name: str, entry: ArrayEntry, contents: Source, ch
     writer.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=None)
 
 
-def add_number(writer: Writer, name: str, value: complex) -> None:
+def add_number(writer: ZarrWriter, name: str, value: complex) -> None:
     """Writes a Python number as an array without axes."""
     array = np.array(value)
     own = None if writer.is_first else frozenset[Box]()

@@ -71,7 +71,7 @@ _MEMBERS = {*_Version3.__struct_fields__, "zarr_format", "attributes", "dimensio
 preload_decoders(_Version2, _Version3, _Chunks)
 
 
-class Layout(NamedTuple):
+class ZarrLayout(NamedTuple):
     """Describes an array by its metadata. `spec` is the metadata reduced to what TensorStore needs."""
 
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ class Layout(NamedTuple):
         return key == self.key(index) and all(n < max(count, 1) for n, count in zip(index, grid, strict=True))
 
 
-def parse(data: bytes, driver: str, name: str) -> Layout:
+def parse(data: bytes, driver: str, name: str) -> ZarrLayout:
     """Parses a metadata file into the layout it describes.
 
     Raises `CorruptError` for contents that are no metadata, `UnsafeError` for absurd sizes, and `UnsupportedError` for
@@ -152,7 +152,7 @@ def may_lack_zeros(data: bytes) -> bool:
     return list(found) == sorted(found) and compressor.get("id") != "zstd"
 
 
-def _version_2(data: Mapping[str, Any], name: str) -> Layout:
+def _version_2(data: Mapping[str, Any], name: str) -> ZarrLayout:
     found = msgspec.convert(data, _Version2)
     kind = found.compressor and found.compressor.get("id")
     if found.compressor is not None and kind not in _COMPRESSORS:
@@ -174,10 +174,10 @@ def _version_2(data: Mapping[str, Any], name: str) -> Layout:
     dtype = _dtype(found.dtype, name)
     plain, blosc = kind is None, kind == "blosc"
     shape, chunks = tuple(found.shape), tuple(found.chunks)
-    return Layout(shape, dtype, chunks, chunks, spec, found.fill_value, "", found.dimension_separator, plain, blosc)
+    return ZarrLayout(shape, dtype, chunks, chunks, spec, found.fill_value, "", found.dimension_separator, plain, blosc)
 
 
-def _version_3(data: Mapping[str, Any], name: str) -> Layout:
+def _version_3(data: Mapping[str, Any], name: str) -> ZarrLayout:
     found = msgspec.convert(data, _Version3)
     for key in data.keys() - _MEMBERS:
         if not isinstance(data[key], dict) or data[key].get("must_understand") is not False:
@@ -217,7 +217,7 @@ def _version_3(data: Mapping[str, Any], name: str) -> Layout:
     start = "c" if encoding.name == "default" else ""
     plain, blosc = all(codec in _PLAIN for codec in names), names[-1:] == ["blosc"]
     shape = tuple(found.shape)
-    return Layout(shape, dtype, tuple(chunks), tuple(cells), spec, found.fill_value, start, separator, plain, blosc)
+    return ZarrLayout(shape, dtype, tuple(chunks), tuple(cells), spec, found.fill_value, start, separator, plain, blosc)
 
 
 def _named(found: str | _Named) -> _Named:

@@ -27,12 +27,12 @@ _ARRAY_KEY = re.compile(r"(.*?)/(?:c(?:/[0-9]+)*|[0-9]+(?:\.[0-9]+)*)", re.DOTAL
 _log = logging.getLogger("treering")
 
 
-class Tree(NamedTuple):
+class ZarrTree(NamedTuple):
     entries: list[Entry]
     arrays: Mapping[str, zarr.Array]
 
 
-def read_tree(store: Store, path: str, missing: zarr.Missing) -> Tree:
+def read_tree(store: Store, path: str, missing: zarr.Missing) -> ZarrTree:
     """Opens all arrays in a folder and the folders and databases in it. `missing` says what a missing chunk means.
 
     Raises `UnsupportedError` for arrays that Treering does not read. An array without metadata is a lost entry.
@@ -54,7 +54,7 @@ def read_tree(store: Store, path: str, missing: zarr.Missing) -> Tree:
             entries.setdefault(place, lost_entry(place, f"{posixpath.join(folder.path, name, file)}: {why}"))
     paths = sorted(entries)
     check_distinct(paths, path)
-    return Tree([entries[name] for name in paths], arrays)
+    return ZarrTree([entries[name] for name in paths], arrays)
 
 
 def read_group(store: Store, folder: str) -> dict[str, Any] | None:

@@ -15,13 +15,23 @@ from ...errors import SaveError
 from ...stores.file_io import files_in
 from ...stores.nfs import refresh_dir_cache, wait_until
 from ...stores.store import Store
-from .._shared.pending_reads import PendingReads, errors
 from . import metadata as zarr_metadata
 from .chunks import Chunks
-from .folder import CONTEXT, DATABASE_OPTIONS, IN_FLIGHT, IN_PORTIONS, Driver, Folder, key_prefix, part_of_database
+from .folder import (
+    CONTEXT,
+    DATABASE_OPTIONS,
+    IN_FLIGHT,
+    IN_PORTIONS,
+    Driver,
+    Folder,
+    PendingReads,
+    errors,
+    key_prefix,
+    part_of_database,
+)
 
 
-class Writer:
+class ZarrWriter:
     """Writes arrays into a folder, as plain files or as an OCDBT database, with a limit of bytes in flight.
 
     The processes of a `call` write one folder together. Process 0 does not sync its files: the code that publishes
@@ -52,7 +62,7 @@ class Writer:
         self._unsent_bytes, self._limit = 0, limit
         self.count = 0  # keys that this process has written: chunks and metadata of arrays
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "ZarrWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

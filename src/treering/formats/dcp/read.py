@@ -20,15 +20,18 @@ from .._shared.pickles import Global, Made, read_pickle
 from .._shared.pieces import Pieces, tile
 from .._shared.reader import attempt, check_file
 from .._shared.safety import check_inside
-from ..torch.archive import DTYPES, Archive, Placed, Tensor, sizes
-from ..torch.tree import Branch, Inside, Leaves, TorchReader
-from .schema import CONVERT, NAME
+from ..torch.archive import DTYPES, Archive, Placed, TorchTensor, sizes
+from ..torch.tree import Branch, Inside, TorchLeaves, TorchReader
 
+_CONVERT = (
+    "convert it where PyTorch is, and open the new file: python -m torch.distributed.checkpoint.format_utils "
+    "dcp_to_torch FOLDER model.pt"
+)
 _MAX_KEY = 1 << 63
 _MAX_VALUE_BYTES = 256 << 20  # bytes of the pickles of all values together; opening a checkpoint reads them
 
 
-class _Range(NamedTuple):
+class _ArchiveRange(NamedTuple):
     """Where the archive of a chunk or a value is."""
 
     file: str
@@ -40,9 +43,9 @@ def open_checkpoint(store: Store, path: str, index: str, step: int | None) -> So
     """Opens a checkpoint. Raises `CorruptError` and `UnsupportedError`."""
     data = read_file(store, index)
     try:
-        metadata = _Metadata(read_pickle(data, index), index)
+        metadata = _DcpMetadata(read_pickle(data, index), index)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{error}; {CONVERT}") from None
+        raise UnsupportedError(f"{error}; {_CONVERT}") from None
     files = _Files(store, path, index)
     files.check_kind(metadata.first_file())
     metadata.check_overlaps()
@@ -63,7 +66,7 @@ def open_checkpoint(store: Store, path: str, index: str, step: int | None) -> So
             found = attempt(functools.partial(_tensor, metadata, files, name, about))
         _insert(tree, places.get(name, (name,)), found, index)
     nbytes = len(data) + sum(files.sizes.values())
-    return TorchReader(NAME, path, Leaves(tree, None, index), nbytes=nbytes, step=step)
+    return TorchReader("dcp", path, TorchLeaves(tree, None, index), nbytes=nbytes, step=step)
 
 
 def _insert(tree: Branch, place: Sequence[Any], leaf: Any, index: str) -> None:
@@ -76,7 +79,7 @@ def _insert(tree: Branch, place: Sequence[Any], leaf: Any, index: str) -> None:
     tree[place[-1]] = leaf
 
 
-class _Metadata:
+class _DcpMetadata:
     """The parsed metadata: a description of each leaf by name, and where its chunks are."""
 
     def __init__(self, value: Any, index: str):
@@ -91,7 +94,7 @@ class _Metadata:
                 raise CorruptError(f"{index}: expected the names and descriptions of leaves, found another object")
         self.leaves: dict[str, Made] = leaves
         self._planner = state.get("planner_data")
-        self._ranges: dict[tuple[str, tuple[int, ...] | None], _Range] = {}
+        self._ranges: dict[tuple[str, tuple[int, ...] | None], _ArchiveRange] = {}
         for key, info in ranges.items():
             about = self.state(key, "MetadataIndex")
             offset = about.get("offset")
@@ -130,13 +133,13 @@ class _Metadata:
             and all(type(key) is str or (type(key) is int and abs(key) < _MAX_KEY) for key in keys)
         }
 
-    def range_of(self, name: str, offset: tuple[int, ...] | None) -> _Range:
+    def range_of(self, name: str, offset: tuple[int, ...] | None) -> _ArchiveRange:
         """Returns where a value is, or the chunk of a tensor that begins at an offset."""
         if (name, offset) not in self._ranges:
             raise CorruptError(f"{self._index}: expected the place of {name[:200]!r} at {offset}, found none")
         return self._ranges[name, offset]
 
-    def _range(self, name: str, info: Any) -> _Range:
+    def _range(self, name: str, info: Any) -> _ArchiveRange:
         about = self.state(info, "_StorageInfo")
         if about.get("transform_descriptors"):
             raise UnsupportedError(f"{self._index}: {name[:200]} was saved with extensions, such as compression")
@@ -144,7 +147,7 @@ class _Metadata:
         if type(file) is not str:
             raise CorruptError(f"{self._index}: expected the name of a file, found a {type(file).__name__}")
         try:
-            return _Range(file, *sizes(numbers))
+            return _ArchiveRange(file, *sizes(numbers))
         except CorruptError:
             raise CorruptError(f"{self._index}: expected the place of {name[:200]!r} in {file:.200}") from None
 
@@ -170,7 +173,7 @@ class _Files:
                         "serialization_format=SerializationFormat.SAFETENSORS, or with HuggingFaceStorageWriter"
                     )
 
-    def check(self, place: _Range) -> None:
+    def check(self, place: _ArchiveRange) -> None:
         """Raises `CorruptError` if a range is outside its file or if there is no file, and `UnsafeError` for a name."""
         name = place.file
         if name in self._missing:
@@ -191,7 +194,7 @@ class _Files:
             expected = place.begin + place.nbytes
             raise CorruptError(f"{path}: expected {expected} bytes, found {self.sizes[name]}; it is cut short")
 
-    def archive(self, place: _Range) -> Archive:
+    def archive(self, place: _ArchiveRange) -> Archive:
         """Opens the archive in a range of a file."""
         self.check(place)
         name, begin, nbytes = place
@@ -215,14 +218,14 @@ def _is_file_inside(store: Store, folder: str, name: str) -> bool:
     return there is not None and there.is_file
 
 
-class _Chunk:
+class _ChunkTensor:
     """A tensor in an archive of its own, which is opened when the tensor is first read; see `Stored`."""
 
     def __init__(self, open: Callable[[], Archive], dtype: str, shape: tuple[int, ...]):
         self._open, self._dtype, self._shape = open, dtype, shape
 
     @functools.cached_property
-    def _tensor(self) -> Tensor:
+    def _tensor(self) -> TorchTensor:
         archive = self._open()
         value = archive.value()
         try:
@@ -244,7 +247,7 @@ class _Chunk:
         return self._tensor.stored.read(box, mmap)
 
 
-def _tensor(metadata: _Metadata, files: _Files, name: str, about: Made) -> Placed:
+def _tensor(metadata: _DcpMetadata, files: _Files, name: str, about: Made) -> Placed:
     """Opens a tensor of one or several chunks."""
     state = metadata.state(about, "TensorStorageMetadata")
     properties, chunks = state.get("properties"), state.get("chunks")
@@ -253,10 +256,10 @@ def _tensor(metadata: _Metadata, files: _Files, name: str, about: Made) -> Place
     if type(kind) is not Global or type(chunks) is not list:
         raise CorruptError(f"{files.index}: {name[:200]}: expected the dtype and the chunks of a tensor, found none")
     if kind.name not in DTYPES:
-        raise UnsupportedError(f"{files.index}: {name[:200]} has the dtype {kind.name:.100}; {CONVERT}")
+        raise UnsupportedError(f"{files.index}: {name[:200]} has the dtype {kind.name:.100}; {_CONVERT}")
     shape = sizes(state.get("size"))
     check_shape(shape, f"{files.index}: {name[:200]}")
-    found: dict[Box, _Chunk] = {}
+    found: dict[Box, _ChunkTensor] = {}
     for chunk in chunks:
         part = metadata.state(chunk, "ChunkStorageMetadata")
         offset, lengths = sizes(part.get("offsets")), sizes(part.get("sizes"))
@@ -266,7 +269,7 @@ def _tensor(metadata: _Metadata, files: _Files, name: str, about: Made) -> Place
         check_shape(lengths, f"{files.index}: {name[:200]}")
         place = metadata.range_of(name, offset)
         files.check(place)
-        found[box] = _Chunk(functools.partial(files.archive, place), kind.name, lengths)
+        found[box] = _ChunkTensor(functools.partial(files.archive, place), kind.name, lengths)
     if not tile(shape, list(found)):
         raise CorruptError(f"{files.index}: {name[:200]}: the chunks do not make up its shape {list(shape)}")
     if found.keys() == {full_box(shape)}:

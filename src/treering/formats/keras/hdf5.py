@@ -15,7 +15,7 @@ from ..._core import dtypes
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 from .._shared.extents import check_shape
-from .schema import MAGIC
+from .._shared.file_signatures import HDF5_MAGIC
 from .types import Kind, TypeRefused, parse_type
 
 UNDEFINED = (1 << 64) - 1  # the address of nothing
@@ -77,7 +77,7 @@ class Section:
         return struct.unpack("<" + form, self.read(at, struct.calcsize("<" + form)))
 
 
-class Array(NamedTuple):
+class HdfArray(NamedTuple):
     """An array in a file. `chunks` is the shape of its chunks; None if it is contiguous.
 
     address: of the bytes, or of the index of the chunks; `UNDEFINED` if no bytes are stored.
@@ -93,10 +93,10 @@ class Array(NamedTuple):
     filters: tuple[int, ...]
 
 
-class Contents(NamedTuple):
+class HdfContents(NamedTuple):
     """What a file has: arrays and attributes by path, and what cannot be read here, with the reason."""
 
-    arrays: dict[str, Array]
+    arrays: dict[str, HdfArray]
     attributes: dict[str, dict[str, Any]]
     left_out: list[str]
 
@@ -108,11 +108,11 @@ class _Message(NamedTuple):
     data: bytes
 
 
-class _Refused(Exception):
+class _RefusedObject(Exception):
     """Says why an array or a group cannot be read here."""
 
 
-def parse(file: Section) -> Contents:
+def parse(file: Section) -> HdfContents:
     """Returns what a file has. Raises `CorruptError`, `UnsafeError`, and `UnsupportedError` with the names of all
     objects that cannot be read here."""
     try:
@@ -125,7 +125,7 @@ def parse(file: Section) -> Contents:
 
 def _root(file: Section) -> int:
     """Returns the address of the root group, which the superblock has."""
-    if file.read(0, min(8, file.nbytes)) != MAGIC:
+    if file.read(0, min(8, file.nbytes)) != HDF5_MAGIC:
         raise CorruptError(f"{file.name}: expected HDF5, found other bytes at the beginning")
     version, *_, offsets, lengths, _ = file.numbers("BBBBBBBB", 8)
     if version > 1 or (offsets, lengths) != (8, 8):
@@ -141,7 +141,7 @@ def _root(file: Section) -> int:
 class _Parser:
     def __init__(self, file: Section):
         self._file, self._room = file, _MAX_PATH_CHARACTERS
-        self._arrays: dict[str, Array] = {}
+        self._arrays: dict[str, HdfArray] = {}
         self._first_paths: dict[int, str] = {}  # of arrays, by address; an array may have several names
         self._heaps: dict[int, dict[int, tuple[int, int]]] = {}  # the places and sizes of texts, by address and number
         self._attributes: dict[str, dict[str, Any]] = {}
@@ -149,7 +149,7 @@ class _Parser:
         self._groups: dict[int, str] = {}  # their paths, by address
         self._seen: set[int] = set()  # addresses of nodes of trees
 
-    def contents(self, root: int) -> Contents:
+    def contents(self, root: int) -> HdfContents:
         problems: list[str] = []
         pending = [("", root)]
         while pending:
@@ -171,7 +171,7 @@ class _Parser:
                     continue
                 self._groups[address] = path
                 self._add_attributes(path, messages)
-            except (_Refused, TypeRefused) as error:
+            except (_RefusedObject, TypeRefused) as error:
                 problems.append(f"  {path or '(root)'}: {error}")
                 continue
             inner: list[tuple[str, int]] = []
@@ -189,7 +189,7 @@ class _Parser:
             raise UnsupportedError(
                 "\n".join([f"{self._file.name}: Treering cannot read these objects:", *problems, f"  {ADVICE}"])
             )
-        return Contents(self._arrays, self._attributes, self._left_out)
+        return HdfContents(self._arrays, self._attributes, self._left_out)
 
     def _messages(self, address: int) -> Iterator[_Message]:
         """Yields the messages in the header of an object."""
@@ -197,7 +197,7 @@ class _Parser:
         version, _, count, _, nbytes = file.numbers("BBHII", address)
         if version != 1:
             if file.read(address, 4) == b"OHDR":
-                raise _Refused(f"an object {OTHER_VERSION} (object header 2)")
+                raise _RefusedObject(f"an object {OTHER_VERSION} (object header 2)")
             raise CorruptError(f"{file.name}: expected the header of an object at {address}, found version {version}")
         blocks, begun = [(address + 16, nbytes)], set[int]()
         for at, size in blocks:
@@ -235,7 +235,7 @@ class _Parser:
             elif message.kind == _LINK_INFO:
                 skipped = 8 if message.data[1] & 1 else 0
                 if struct.unpack_from("<Q", message.data, 2 + skipped)[0] != UNDEFINED:
-                    raise _Refused("a group of HDF5's newer form, which many names have if one is not ASCII")
+                    raise _RefusedObject("a group of HDF5's newer form, which many names have if one is not ASCII")
         return found
 
     def _symbols(self, tree: int, heap: int) -> Iterator[tuple[str, int, int]]:
@@ -259,19 +259,19 @@ class _Parser:
                 last = name
                 yield _name(name), _SOFT if kind == 2 else _HARD, address
 
-    def _array(self, path: str, messages: Sequence[_Message]) -> Array:
+    def _array(self, path: str, messages: Sequence[_Message]) -> HdfArray:
         found = {message.kind: message for message in messages}
         if _EXTERNAL in found:
-            raise _Refused("its bytes are in another file")
+            raise _RefusedObject("its bytes are in another file")
         if any(found[kind].flags & _SHARED for kind in (_DATASPACE, _DATATYPE, _LAYOUT, _FILTERS) if kind in found):
-            raise _Refused("its type is elsewhere in the file")
+            raise _RefusedObject("its type is elsewhere in the file")
         if _LAYOUT not in found:
-            raise _Refused("a named type, without an array")
+            raise _RefusedObject("a named type, without an array")
         if not {_DATASPACE, _DATATYPE} <= found.keys():
             raise CorruptError(f"{self._file.name}: expected the shape and the dtype of {path}, found none")
         shape = _shape(found[_DATASPACE].data)
         if shape is None:
-            raise _Refused("an empty array without a shape")
+            raise _RefusedObject("an empty array without a shape")
         check_shape(shape, f"{self._file.name}: {path}")
         attributes = self._add_attributes(path, messages)
         kind = parse_type(found[_DATATYPE].data, attributes.get("dtype"))
@@ -281,7 +281,7 @@ class _Parser:
                 del self._attributes[path]
         address, nbytes, chunks = _layout(found[_LAYOUT], len(shape))
         filters = _filters(found[_FILTERS].data) if _FILTERS in found else ()
-        return Array(shape, kind, address, nbytes, chunks, filters)
+        return HdfArray(shape, kind, address, nbytes, chunks, filters)
 
     def _add_attributes(self, path: str, messages: Sequence[_Message]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -418,8 +418,8 @@ def _layout(message: _Message, rank: int) -> tuple[int, int | None, tuple[int, .
     if version == 3 and kind == 2 and data[2] == rank + 1:
         return struct.unpack_from("<Q", data, 3)[0], None, struct.unpack_from(f"<{rank}I", data, 11)
     if kind == 3:
-        raise _Refused("a virtual dataset, whose bytes are in other files")
-    raise _Refused(f"an array {OTHER_VERSION}")
+        raise _RefusedObject("a virtual dataset, whose bytes are in other files")
+    raise _RefusedObject(f"an array {OTHER_VERSION}")
 
 
 def _filters(data: bytes) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ MAX_METADATA_BYTES = 1 << 16  # bytes of that file
 NAME = re.compile(r"step-([0-9]+)")
 
 
-class Metadata(msgspec.Struct):
+class LevanterMetadata(msgspec.Struct):
     """The contents of ``metadata.json``. Levanter removes temporary checkpoints when it writes a later one."""
 
     step: int
@@ -34,7 +34,7 @@ class Metadata(msgspec.Struct):
         return time.replace(tzinfo=time.tzinfo or datetime.UTC)
 
 
-preload_decoders(Metadata)
+preload_decoders(LevanterMetadata)
 
 
 def own_metadata(contents: Source) -> tuple[str, bool] | None:
@@ -46,13 +46,13 @@ def own_metadata(contents: Source) -> tuple[str, bool] | None:
     return (timestamp, temporary) if type(timestamp) is str and type(temporary) is bool else None
 
 
-def read_metadata(store: Store, path: str) -> Metadata:
+def read_metadata(store: Store, path: str) -> LevanterMetadata:
     """Reads ``metadata.json``. Raises `CorruptError`."""
     file = posixpath.join(path, FILE)
     with reading(file), opened(store, file) as blob:
         data = blob.read_up_to(MAX_METADATA_BYTES)
     try:
-        about = msgspec.json.decode(data, type=Metadata)
+        about = msgspec.json.decode(data, type=LevanterMetadata)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{file}: expected step and timestamp of a Levanter checkpoint: {error}") from None
     if about.step < 0:

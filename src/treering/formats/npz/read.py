@@ -40,7 +40,7 @@ class NpzReader(ForeignReader):
         with reading(path), _damage_of(path):
             archive = open_zip(file)
             members = archive.infolist()
-            arrays = {m.filename: _Array(archive, m, path) for m in members if m.filename.endswith(_SUFFIX)}
+            arrays = {m.filename: _NpzArray(archive, m, path) for m in members if m.filename.endswith(_SUFFIX)}
         paths = {name: path_of(name.removesuffix(_SUFFIX)) for name in arrays}
         entries = [
             ArrayEntry(paths[m.filename], "numpy", *arrays[m.filename].kind) for m in members if m.filename in arrays
@@ -59,7 +59,7 @@ class NpzReader(ForeignReader):
         super().__init__("npz", path, entries, stored, nbytes=file.size, left_out=others)
 
 
-class _Array:
+class _NpzArray:
     """Reads an array in an archive; see `Stored`. Checks its CRC-32 whenever it is read up to its end."""
 
     def __init__(self, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str):

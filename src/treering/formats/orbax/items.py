@@ -15,8 +15,7 @@ from ...stores.store import Store
 from .._shared import data_iterators as _left_out
 from . import iterators
 from .schema import ARRAY_META, COMMITTED, STATE, TREE, UNFINISHED, has_arrays, read_json, tree_file
-from .state import read_state
-from .tree import MAX_LEVELS, Tree, read_remnant, read_tree
+from .tree import MAX_LEVELS, OrbaxTree, read_remnant, read_state, read_tree
 
 VALUES = ("metadata", "data.json", "metrics")  # the files of items in JSON
 METRICS = "metrics"
@@ -51,7 +50,7 @@ class Items(NamedTuple):
     the items that Treering cannot read. `names` are those of the items, None if the checkpoint is one tree.
     """
 
-    tree: Tree
+    tree: OrbaxTree
     metrics: Mapping[str, float]
     damage: str | None = None
     level: str = ""
@@ -84,7 +83,7 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
         if tree is not None:
             return Items(tree, metrics or {}, damage, names[0], left_out)
         left_out.clear()  # the loop below reads the item again, by its name
-    trees: dict[str, Tree] = {}
+    trees: dict[str, OrbaxTree] = {}
     for name in names:
         at = key_text(name)
         try:
@@ -92,11 +91,11 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
         except UnsafeError:
             raise
         except CorruptError as error:
-            tree = Tree.lost(at, str(error))
+            tree = OrbaxTree.lost(at, str(error))
         if tree is not None:
             trees[name] = tree
     for name in gone:
-        trees[name] = Tree.lost(key_text(name), f"{path}: expected the item {name!r}, found no folder of it")
+        trees[name] = OrbaxTree.lost(key_text(name), f"{path}: expected the item {name!r}, found no folder of it")
     if left_out and not trees:  # The step counts, because handlers of a program can restore it.
         level = names[0] if names[0] in UNNAMED_ITEMS[version_1] and len(names) == 1 else ""
         return Items(_merge_trees({}), metrics or {}, damage, level, left_out, None if level else ())
@@ -106,14 +105,14 @@ def read_items(store: Store, path: str, handlers: Mapping[str, str], deleted: An
     return Items(made, metrics or {}, damage, "", left_out, tuple(sorted(trees)))
 
 
-def read_tree_of(store: Store, path: str, at: str | None) -> Tree | None:
+def read_tree_of(store: Store, path: str, at: str | None) -> OrbaxTree | None:
     """Reads the tree of arrays in a folder, placed at a path or (None) as the root; None if the folder has none."""
     file = tree_file(store, path)
     if file == TREE:
         return read_tree(store, path, at)
     if file == STATE:
         leaves = read_state(store, path, at)
-        return Tree(leaves.entries, leaves.arrays, list(leaves.skeleton))
+        return OrbaxTree(leaves.entries, leaves.arrays, list(leaves.skeleton))
     if not has_arrays(store, path):
         return None
     lacks = "" if store.list(posixpath.join(path, ARRAY_META)) else f", PRNG keys are plain without {ARRAY_META}"
@@ -154,7 +153,7 @@ def _read_metrics(
 
 def _read_item(
     store: Store, path: str, at: str | None, handler: str | None, left_out: list[str], levels: int = _MAX_NESTED_LEVELS
-) -> Tree | None:
+) -> OrbaxTree | None:
     """Reads an item as the tree at a path. For an unknown kind, returns None and adds its description to `left_out`.
 
     Raises `CorruptError`.
@@ -165,7 +164,7 @@ def _read_item(
     tree = _read_values(store, path, at)
     if tree is not None:
         return tree
-    found: dict[str, Tree] = {}
+    found: dict[str, OrbaxTree] = {}
     unknown: list[str] = []
     for name in _folders(store, path) if levels else ():
         below = join(at or "", key_text(name), root=at is None)
@@ -186,16 +185,16 @@ def _read_item(
     return None
 
 
-def _read_values(store: Store, path: str, at: str | None) -> Tree | None:
+def _read_values(store: Store, path: str, at: str | None) -> OrbaxTree | None:
     """Reads values in JSON, or the states of an iterator, as the tree at a path; None if the folder has neither."""
     file = _value_file(store, path)
     if file is not None:
         return _tree_of_values(read_json(store, file), at, file)
     states = iterators.read_states(store, path, at)
-    return None if states is None else Tree([states], {}, [LEAF])
+    return None if states is None else OrbaxTree([states], {}, [LEAF])
 
 
-def _with_saved_kinds(tree: Tree, folder: str, at: str | None, handler: str | None) -> Tree:
+def _with_saved_kinds(tree: OrbaxTree, folder: str, at: str | None, handler: str | None) -> OrbaxTree:
     """Returns an item, without the names that its handler added if it was one array or one PRNG key."""
     array, key, typed = (join(at or "", name, root=at is None) for name in (_ARRAY, _KEY_FILE, _KEY_METADATA))
     found = {entry.path: entry for entry in tree.entries}
@@ -213,12 +212,12 @@ def _with_saved_kinds(tree: Tree, folder: str, at: str | None, handler: str | No
         if entry.dtype != "uint32" or entry.shape[-1:] != (2,):
             return tree  # Orbax does not record the kind of a key, and only threefry2x32 has keys of this size
         one = ArrayEntry(one.path, "key", one.dtype, one.shape, "threefry2x32")
-    return Tree([one], {one.path: tree.arrays[path]} if path in tree.arrays else {}, [LEAF])
+    return OrbaxTree([one], {one.path: tree.arrays[path]} if path in tree.arrays else {}, [LEAF])
 
 
-def _merge_trees(trees: Mapping[str, Tree]) -> Tree:
+def _merge_trees(trees: Mapping[str, OrbaxTree]) -> OrbaxTree:
     """Joins trees into a dict of trees."""
-    return Tree(
+    return OrbaxTree(
         [entry for tree in trees.values() for entry in tree.entries],
         {path: array for tree in trees.values() for path, array in tree.arrays.items()},
         [Node("dict", "", list(trees)), *(node for tree in trees.values() for node in tree.skeleton)],
@@ -243,9 +242,9 @@ def _value_file(store: Store, path: str) -> str | None:
     return None
 
 
-def _tree_of_values(value: Any, at: str | None, file: str) -> Tree:
+def _tree_of_values(value: Any, at: str | None, file: str) -> OrbaxTree:
     """Returns the values of JSON as leaves at a path."""
-    tree = Tree([], {}, [])
+    tree = OrbaxTree([], {}, [])
     stack: list[tuple[str, bool, int, Any]] = [(at or "", at is None, 0, value)]
     while stack:
         path, root, level, one = stack.pop()

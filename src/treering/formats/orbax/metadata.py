@@ -22,42 +22,42 @@ class _Key(msgspec.Struct):
     key_type: int
 
 
-class _Kind(msgspec.Struct):
+class _ValueKind(msgspec.Struct):
     value_type: str
     skip_deserialize: bool = False
     write_shape: Any = None  # also in the array's entry in `ARRAY_META`, so it proves that there was one
 
 
-class Leaf(msgspec.Struct):
+class LeafMetadata(msgspec.Struct):
     """Describes a leaf, or a container without children: the keys to it, and its kind."""
 
     key_metadata: list[_Key]
-    value_metadata: _Kind
+    value_metadata: _ValueKind
 
 
-class TreeMetadata(msgspec.Struct):
+class TreeFile(msgspec.Struct):
     """Describes all leaves of a tree and how they are stored, as far as Orbax recorded it."""
 
-    tree_metadata: dict[str, Leaf]
+    tree_metadata: dict[str, LeafMetadata]
     use_ocdbt: bool | None = None
     use_zarr3: bool | None = None
     store_array_data_equal_to_fill_value: bool | None = None  # True since 0.10
     custom_metadata: Any = None
 
 
-preload_decoders(TreeMetadata)
+preload_decoders(TreeFile)
 
 
-def read_metadata(store: Store, folder: str) -> TreeMetadata:
+def read_metadata(store: Store, folder: str) -> TreeFile:
     """Reads the `_METADATA` of a folder. Raises `CorruptError`."""
     file = posixpath.join(folder, TREE)
     try:
-        return msgspec.convert(read_json(store, file), TreeMetadata)
+        return msgspec.convert(read_json(store, file), TreeFile)
     except (msgspec.ValidationError, RecursionError) as error:
         raise CorruptError(f"{file}: {error}") from None
 
 
-def guess_metadata(store: Store, folder: str) -> TreeMetadata:
+def guess_metadata(store: Store, folder: str) -> TreeFile:
     """Builds a tree of dicts from the arrays and texts in a folder, whose names consist of their keys.
 
     Raises `CorruptError` if there are no arrays, or arrays of both versions of zarr.
@@ -77,10 +77,11 @@ def guess_metadata(store: Store, folder: str) -> TreeMetadata:
     kinds = {name: "np.ndarray" for names in by_driver.values() for name in names}
     kinds |= dict.fromkeys(read_texts(store, folder), "string")
     leaves = {
-        name: Leaf([_Key(key, DICT) for key in name.split(".")], _Kind(kind)) for name, kind in sorted(kinds.items())
+        name: LeafMetadata([_Key(key, DICT) for key in name.split(".")], _ValueKind(kind))
+        for name, kind in sorted(kinds.items())
     }
     # Without the list, nothing says that the writer left out chunks.
-    return TreeMetadata(leaves, ocdbt, bool(by_driver["zarr3"]), store_array_data_equal_to_fill_value=True)
+    return TreeFile(leaves, ocdbt, bool(by_driver["zarr3"]), store_array_data_equal_to_fill_value=True)
 
 
 def read_texts(store: Store, folder: str) -> Mapping[str, Any]:

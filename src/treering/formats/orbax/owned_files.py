@@ -28,7 +28,7 @@ from .schema import (
     read_checkpoint_metadata,
     read_json,
 )
-from .state import placeholder, read_aggregated
+from .tree import placeholder, read_aggregated
 
 _MAX_NESTED_LEVELS = 2  # levels of items that consist of items
 _VERSION_1 = "orbax.checkpoint"

@@ -16,9 +16,9 @@ from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Store
 from .._zarr import array as zarr
 from .._zarr.leaves import ZarrReader, folder_size
-from . import run_metadata
 from .items import Items, numbers, read_items, read_tree_of
 from .iterators import HANDLERS
+from .run import read_run_metadata
 from .schema import CHECKPOINT, ONE_DEVICE, SHARDINGS, deleted_item, read_checkpoint_metadata, read_json
 
 _VERSION_1 = "orbax.checkpoint"  # an empty file
@@ -79,7 +79,7 @@ def open_checkpoint(store: Store, path: str, step: int | None) -> OrbaxReader:
     metadata = of_step = about.metadata or found.tree.metadata
     # If the folder above is a checkpoint itself, this folder is an item of it and not a step of a run.
     if step is not None and store.stat(posixpath.join(os.path.dirname(path), CHECKPOINT)) is None:
-        of_run = run_metadata.read(store, os.path.dirname(path))
+        of_run = read_run_metadata(store, os.path.dirname(path))
         both = isinstance(of_run, dict) and isinstance(metadata, dict)
         metadata = {**of_run, **metadata} if both else of_run if metadata is None else metadata
     metrics = {**about.metrics, **found.metrics}

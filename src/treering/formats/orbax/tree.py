@@ -16,16 +16,15 @@ from ..._core.skeleton import LEAF, Node
 from ..._core.values import encode
 from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
-from ...stores.file_io import is_file
+from ...stores.file_io import is_file, open_fetched
 from ...stores.store import Store
 from .._shared.reader import Stored
 from .._shared.safety import check_inside
-from .._shared.state_dict import Leaves
+from .._shared.state_dict import StateDict, StateLeaves
 from .._zarr import array as zarr
 from .._zarr.folder import DATABASE, Folder
-from .metadata import DICT, SEQUENCE, STRINGS, Leaf, TreeMetadata, guess_metadata, read_metadata, read_texts
-from .schema import ARRAY_META, STATE, TREE, read_json
-from .state import placeholder, read_aggregated
+from .metadata import DICT, SEQUENCE, STRINGS, LeafMetadata, TreeFile, guess_metadata, read_metadata, read_texts
+from .schema import ARRAY_META, PLACEHOLDERS, STATE, TREE, read_json
 
 KEY = "random_key_impl"
 MAX_LEVELS = 1000
@@ -35,7 +34,44 @@ _EMPTY_KINDS = (*_EMPTY, "None")  # kinds of nodes without data
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
-class Tree(NamedTuple):
+def read_aggregated(store: Store, folder: str, at: str | None) -> StateLeaves:
+    """Reads the leaves of the state dict in a folder, placed at a path or (None) as the root. Raises `CorruptError`.
+
+    Text that stands for an array stays text, see `placeholder`.
+    """
+    file = open_fetched(store, posixpath.join(folder, STATE))
+    scanned = StateDict(file)
+    return scanned.leaves(scanned.value_of_range(0, file.size), at)
+
+
+def read_state(store: Store, folder: str, at: str | None) -> StateLeaves:
+    """Reads the leaves of the state dict in a folder, and opens the arrays it refers to. Raises `CorruptError`."""
+    leaves = read_aggregated(store, folder, at)
+    names = {entry.path: name for entry in leaves.entries if (name := placeholder(entry)) is not None}
+    ocdbt = store.stat(posixpath.join(folder, DATABASE)) is not None
+    for name in () if ocdbt else names.values():
+        check_inside(folder, name)
+    arrays = zarr.find(Folder(store, folder, ocdbt=ocdbt), list(names.values()), "zarr") if names else []
+    entries: dict[str, Entry] = {entry.path: entry for entry in leaves.entries}
+    stored: dict[str, Stored] = {**leaves.arrays}
+    for path, array in zip(names, arrays, strict=True):
+        if isinstance(array, CorruptError):
+            entries[path] = lost_entry(path, str(array))
+        else:
+            entries[path], stored[path] = ArrayEntry(path, "numpy", array.dtype, array.shape), array
+    return StateLeaves(list(entries.values()), stored, leaves.skeleton)
+
+
+def placeholder(entry: Entry) -> str | None:
+    """Returns the name of the array that a leaf of text stands for; None for all other leaves."""
+    if not isinstance(entry, ValueEntry) or entry.type != "str":
+        return None
+    text = entry.decode()
+    prefix = next((prefix for prefix in PLACEHOLDERS if text.startswith(prefix)), None)
+    return None if prefix is None else text.removeprefix(prefix)
+
+
+class OrbaxTree(NamedTuple):
     """Holds leaves in order, the arrays among them, and the containers around them."""
 
     entries: list[Entry]
@@ -45,18 +81,18 @@ class Tree(NamedTuple):
     numbers_are_arrays: bool = False  # see `treering.formats.Source`
 
     @classmethod
-    def lost(cls, path: str, why: str) -> "Tree":
+    def lost(cls, path: str, why: str) -> "OrbaxTree":
         """Returns a tree of which nothing can be read."""
         return cls([lost_entry(path, why, tree=True)], {}, [LEAF])
 
 
-class _Array(msgspec.Struct):
+class _ArrayName(msgspec.Struct):
     param_name: str
     ext_metadata: dict[str, Any] | None = None
 
 
 class _ArrayMetadata(msgspec.Struct):
-    array_metadata: _Array
+    array_metadata: _ArrayName
 
 
 class _ArrayMetadataFile(msgspec.Struct):
@@ -66,7 +102,7 @@ class _ArrayMetadataFile(msgspec.Struct):
 preload_decoders(_ArrayMetadataFile)
 
 
-class _Place(NamedTuple):
+class _LeafPlace(NamedTuple):
     """Holds a leaf's path in Treering, its name in Orbax, and its recorded kind."""
 
     path: str
@@ -84,7 +120,7 @@ class _Branch:
     """
 
     def __init__(self) -> None:
-        self.children: dict[str, _Branch | _Place] = {}
+        self.children: dict[str, _Branch | _LeafPlace] = {}
         self.kinds: dict[str, int] = {}
 
     def is_list(self) -> bool:
@@ -98,7 +134,7 @@ class _Branch:
         return numbers + [key for key, kind in self.kinds.items() if kind == DICT]
 
 
-def read_tree(store: Store, folder: str, at: str | None) -> Tree:
+def read_tree(store: Store, folder: str, at: str | None) -> OrbaxTree:
     """Reads the tree in a folder, placed at a path or (None) as the root.
 
     Reads the values of Python numbers; arrays are only opened. Raises `CorruptError` and `UnsupportedError`.
@@ -106,7 +142,7 @@ def read_tree(store: Store, folder: str, at: str | None) -> Tree:
     return _tree(store, folder, at, read_metadata(store, folder))
 
 
-def read_remnant(store: Store, folder: str, at: str | None) -> Tree:
+def read_remnant(store: Store, folder: str, at: str | None) -> OrbaxTree:
     """Reads the rest of a tree whose list of leaves is gone: its arrays, at the paths that their names suggest.
 
     The list said which names have keys with dots in them, which containers were lists, and which leaves were not
@@ -116,11 +152,11 @@ def read_remnant(store: Store, folder: str, at: str | None) -> Tree:
     tree = _tree(store, folder, at, guess_metadata(store, folder))
     top = tree.skeleton[0]
     if not isinstance(top, Node):
-        return Tree.lost(at or "", why)
+        return OrbaxTree.lost(at or "", why)
     missing = lost_entry(join(at or "", TREE, root=at is None), why)
     top = Node("dict", "", [*top.children(), TREE])
     skeleton = [top, *tree.skeleton[1:], LEAF]
-    return Tree(
+    return OrbaxTree(
         [*tree.entries, missing],
         tree.arrays,
         skeleton,
@@ -129,8 +165,10 @@ def read_remnant(store: Store, folder: str, at: str | None) -> Tree:
     )
 
 
-def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tree:
-    inline = read_aggregated(store, folder, at) if is_file(store, posixpath.join(folder, STATE)) else Leaves([], {}, ())
+def _tree(store: Store, folder: str, at: str | None, about: TreeFile) -> OrbaxTree:
+    inline = (
+        read_aggregated(store, folder, at) if is_file(store, posixpath.join(folder, STATE)) else StateLeaves([], {}, ())
+    )
     aggregated = {entry.path: entry for entry in inline.entries if placeholder(entry) is None}
     try:
         places, skeleton = _places(_branches(about.tree_metadata.values()), at)
@@ -177,12 +215,12 @@ def _tree(store: Store, folder: str, at: str | None, about: TreeMetadata) -> Tre
                 ArrayEntry(path, "key" if impl else "jax" if kind == "jax.Array" else "numpy", dtype, shape, impl)
             )
             stored[path] = arrays[path]
-    return Tree(entries, stored, skeleton, about.custom_metadata)
+    return OrbaxTree(entries, stored, skeleton, about.custom_metadata)
 
 
-def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
+def _branches(leaves: Iterable[LeafMetadata]) -> _Branch | _LeafPlace:
     """Builds the containers that key paths describe. Raises `CorruptError` if the paths contradict each other."""
-    root: _Branch | _Place | None = None
+    root: _Branch | _LeafPlace | None = None
     for leaf in leaves:
         keys, kind = leaf.key_metadata, leaf.value_metadata.value_type
         name = ".".join(key.key for key in keys)
@@ -193,13 +231,13 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
         parent, last = None, ""
         for key in keys:
             place = root if parent is None else parent.children.get(last)
-            if place is None or (isinstance(place, _Place) and place.kind in _EMPTY_KINDS):  # filled later
+            if place is None or (isinstance(place, _LeafPlace) and place.kind in _EMPTY_KINDS):  # filled later
                 place = _Branch()
                 if parent is None:
                     root = place
                 else:
                     parent.children[last] = place
-            if isinstance(place, _Place):
+            if isinstance(place, _LeafPlace):
                 raise CorruptError(f"{name}: expected a leaf or a container at each place, found both")
             if key.key_type not in (SEQUENCE, DICT):
                 raise CorruptError(f"{name}: expected keys of kind {SEQUENCE} or {DICT}, found kind {key.key_type}")
@@ -210,20 +248,20 @@ def _branches(leaves: Iterable[Leaf]) -> _Branch | _Place:
         if there is not None and not (isinstance(there, _Branch) and kind in _EMPTY_KINDS):
             raise CorruptError(f"{name}: expected one leaf of this name, found two")
         if there is None and parent is not None:
-            parent.children[last] = _Place("", name, kind, aggregated, described)
+            parent.children[last] = _LeafPlace("", name, kind, aggregated, described)
         elif there is None:
-            root = _Place("", name, kind, aggregated, described)
+            root = _LeafPlace("", name, kind, aggregated, described)
     return root or _Branch()
 
 
-def _places(tree: _Branch | _Place, at: str | None) -> tuple[list[_Place], list[Node | int]]:
+def _places(tree: _Branch | _LeafPlace, at: str | None) -> tuple[list[_LeafPlace], list[Node | int]]:
     """Returns the leaves in order, with their paths, and the skeleton."""
-    found: list[_Place] = []
+    found: list[_LeafPlace] = []
     skeleton: list[Node | int] = []
-    stack: list[tuple[str, bool, _Branch | _Place]] = [(at or "", at is None, tree)]
+    stack: list[tuple[str, bool, _Branch | _LeafPlace]] = [(at or "", at is None, tree)]
     while stack:
         path, root, place = stack.pop()
-        if isinstance(place, _Place):
+        if isinstance(place, _LeafPlace):
             skeleton.append(_EMPTY.get(place.kind, LEAF))
             if place.kind not in _EMPTY:
                 found.append(place._replace(path=path))
@@ -234,7 +272,7 @@ def _places(tree: _Branch | _Place, at: str | None) -> tuple[list[_Place], list[
     return found, skeleton
 
 
-def _check(places: Sequence[_Place]) -> None:
+def _check(places: Sequence[_LeafPlace]) -> None:
     """Raises `UnsupportedError` for leaves of unknown kinds, and `CorruptError` if two leaves have one name."""
     if unknown := [place for place in places if place.kind not in (*_ARRAYS, "None", "string")]:
         listed = join_names(tuple(f"{place.path} ({place.kind})" for place in unknown))
@@ -245,7 +283,7 @@ def _check(places: Sequence[_Place]) -> None:
             raise CorruptError(f"{path} and {names[name]} were stored under one name, {name!r}; one of them is lost")
 
 
-def _open(store: Store, folder: str, places: Sequence[_Place], about: TreeMetadata) -> list[zarr.Array | CorruptError]:
+def _open(store: Store, folder: str, places: Sequence[_LeafPlace], about: TreeFile) -> list[zarr.Array | CorruptError]:
     if not places:
         return []
     manifest = posixpath.join(folder, DATABASE)
@@ -263,7 +301,7 @@ def _open(store: Store, folder: str, places: Sequence[_Place], about: TreeMetada
 
 
 def _read_numbers(
-    arrays: Mapping[str, zarr.Array], places: Sequence[_Place], reasons: dict[str, str]
+    arrays: Mapping[str, zarr.Array], places: Sequence[_LeafPlace], reasons: dict[str, str]
 ) -> dict[str, Any]:
     """Reads leaves that were Python numbers, by path; adds to `reasons` why others cannot be read."""
     scalars = {place.path for place in places if place.kind == "scalar"}

@@ -16,7 +16,7 @@ from ...stores.store import Store
 from .._zarr import metadata
 from .._zarr.chunks import Chunks
 from .._zarr.leaves import add_array, add_number
-from .._zarr.writer import Writer
+from .._zarr.writer import ZarrWriter
 from .iterators import no_item
 from .metadata import DICT, SEQUENCE, STRINGS
 from .schema import ARRAY_META, ONE_DEVICE, SHARDINGS, TREE
@@ -25,7 +25,7 @@ from .tree import KEY, MAX_LEVELS
 _EMPTY = {"dict": "Dict", "list": "List", "tuple": "Tuple"}  # Orbax records "None" for empty containers of other kinds
 
 
-class Leaf(NamedTuple):
+class WrittenLeaf(NamedTuple):
     """A leaf or an empty container as Orbax lists it: the keys to it with their kinds, and its own kind."""
 
     keys: tuple[tuple[str, int], ...]
@@ -37,7 +37,9 @@ class Leaf(NamedTuple):
         return ".".join(key for key, _ in self.keys)
 
 
-def add_arrays(writer: Writer, leaves: Iterable[Leaf], contents: Source, chunks: Mapping[str, Chunks]) -> None:
+def add_arrays(
+    writer: ZarrWriter, leaves: Iterable[WrittenLeaf], contents: Source, chunks: Mapping[str, Chunks]
+) -> None:
     """Begins to write this process's chunks of a tree's arrays and numbers."""
     for leaf in leaves:
         if isinstance(leaf.entry, ArrayEntry):
@@ -47,7 +49,7 @@ def add_arrays(writer: Writer, leaves: Iterable[Leaf], contents: Source, chunks:
 
 
 def write_rest(
-    store: Store, folder: str, leaves: Sequence[Leaf], contents: Source, chunks: Mapping[str, Chunks]
+    store: Store, folder: str, leaves: Sequence[WrittenLeaf], contents: Source, chunks: Mapping[str, Chunks]
 ) -> None:
     """Writes everything of a tree except its arrays and numbers."""
     put(store, posixpath.join(folder, TREE), _tree(leaves))
@@ -88,7 +90,7 @@ def _sharding(place: Mapping[str, Any] | None) -> Mapping[str, Any]:
     }
 
 
-def leaves_of(skeleton: Skeleton, entries: Iterable[Entry]) -> Iterator[Leaf]:
+def leaves_of(skeleton: Skeleton, entries: Iterable[Entry]) -> Iterator[WrittenLeaf]:
     """Yields the leaves and empty containers that Orbax lists of a tree, in order."""
     rest = iter(entries)
     stack: list[tuple[tuple[str, int], ...]] = [()]
@@ -96,12 +98,12 @@ def leaves_of(skeleton: Skeleton, entries: Iterable[Entry]) -> Iterator[Leaf]:
         keys = stack.pop()
         if not isinstance(node, Node):
             entry = next(rest)
-            yield Leaf(keys, _kind(entry), entry)
+            yield WrittenLeaf(keys, _kind(entry), entry)
         elif node.count():
             kind = SEQUENCE if node.kind in ("list", "tuple", "positional") else DICT
             stack += [(*keys, (split(key_text(key))[0], kind)) for key in reversed(node.children())]
         else:
-            yield Leaf(keys, _EMPTY.get(node.kind, "None"), None)
+            yield WrittenLeaf(keys, _EMPTY.get(node.kind, "None"), None)
 
 
 def _kind(entry: Entry) -> str:
@@ -110,7 +112,7 @@ def _kind(entry: Entry) -> str:
     return "None" if entry.type in NO_ARRAY else "string" if entry.type == "str" else "scalar"
 
 
-def problems_of(leaves: Iterable[Leaf], at: str = "") -> Iterator[str]:
+def problems_of(leaves: Iterable[WrittenLeaf], at: str = "") -> Iterator[str]:
     """Yields a line for each leaf that Orbax cannot hold. Each begins with `at`, the path of the tree."""
     names: dict[str, str] = {}
     for leaf in leaves:
@@ -121,7 +123,7 @@ def problems_of(leaves: Iterable[Leaf], at: str = "") -> Iterator[str]:
             yield f"  {path}: Orbax would store it under the same name as {names[leaf.name]}; rename one of them"
 
 
-def _refused(leaf: Leaf, path: str) -> str | None:
+def _refused(leaf: WrittenLeaf, path: str) -> str | None:
     if len(leaf.keys) > MAX_LEVELS:
         return f"it is more than {MAX_LEVELS} levels deep"
     if isinstance(leaf.entry, ArrayEntry):
@@ -137,12 +139,12 @@ def _refused(leaf: Leaf, path: str) -> str | None:
     return None if type(value) in (bool, float) else f"a {type(value).__name__}, which Orbax cannot hold"
 
 
-def _value(leaf: Leaf) -> Any:
+def _value(leaf: WrittenLeaf) -> Any:
     assert isinstance(leaf.entry, ValueEntry)
     return leaf.entry.decode()
 
 
-def _tree(leaves: Sequence[Leaf]) -> Any:
+def _tree(leaves: Sequence[WrittenLeaf]) -> Any:
     listed: dict[str, Any] = {}
     for leaf in leaves:
         keys = [{"key": key, "key_type": kind} for key, kind in leaf.keys]
@@ -161,7 +163,7 @@ def _tree(leaves: Sequence[Leaf]) -> Any:
     }
 
 
-def _array(leaf: Leaf, chunks: Mapping[str, Chunks]) -> Any:
+def _array(leaf: WrittenLeaf, chunks: Mapping[str, Chunks]) -> Any:
     assert isinstance(leaf.entry, ArrayEntry)
     shape = chunks[leaf.entry.path].shape
     key = {KEY: leaf.entry.impl} if leaf.entry.type == "key" else None

@@ -31,7 +31,7 @@ _log = logging.getLogger("treering")
 _MAX_NAMED_FILES = 3  # missing files that a message names
 
 
-class Chosen(NamedTuple):
+class ChosenFiles(NamedTuple):
     """Names the index, the file or the files that open a folder.
 
     `missing` holds the first files that a set lacks. `rival` has the files that would open the same model if there were
@@ -76,7 +76,7 @@ def stem_of(name: str) -> str:
     return part[1] + part[4] if part else name.removesuffix(SUFFIX)
 
 
-def chosen(names: Sequence[str]) -> Chosen | str:
+def chosen(names: Sequence[str]) -> ChosenFiles | str:
     """Returns the files that open a folder with these names, or the reason why none do."""
     found = candidates(names)
     if not found:
@@ -90,7 +90,9 @@ def chosen(names: Sequence[str]) -> Chosen | str:
         rest = chosen(
             [stem + SUFFIX] if stem + SUFFIX in found else [*itertools.filterfalse(_RANK.fullmatch, numbered)]
         )
-        return Chosen((indexes[0],), rival=rest.names if isinstance(rest, Chosen) and not rest.missing else ())
+        return ChosenFiles(
+            (indexes[0],), rival=rest.names if isinstance(rest, ChosenFiles) and not rest.missing else ()
+        )
     ranks = [rank for name in usual if (rank := _RANK.fullmatch(name))]
     if ranks and not any(stem_of(name) == "model" for name in usual if not _RANK.fullmatch(name)):
         return _rank_files(ranks)
@@ -101,10 +103,10 @@ def chosen(names: Sequence[str]) -> Chosen | str:
     if len(usual) > 1:
         kind = "indexes" if indexes else "safetensors files and no index"
         return f"several {kind} ({join_names(tuple(sorted(indexes or usual)))}); open one of them by its own path"
-    return Chosen((usual[0],))
+    return ChosenFiles((usual[0],))
 
 
-def _set(files: Sequence[str]) -> Chosen | str | None:
+def _set(files: Sequence[str]) -> ChosenFiles | str | None:
     """Returns the files of a set that is numbered ``model-00001-of-00003.safetensors``, in order; None for other files.
 
     Next to one complete set, other numbered files of the same model are leftovers. Returns the reason if there are
@@ -124,7 +126,7 @@ def _set(files: Sequence[str]) -> Chosen | str | None:
     return complete[0] if complete else found[0] if len(sets) == len(found) == 1 else None
 
 
-def _in_order(parts: Mapping[int, re.Match[str]]) -> Chosen | None:
+def _in_order(parts: Mapping[int, re.Match[str]]) -> ChosenFiles | None:
     """Returns the files of a set by number, and which are missing; None if the numbers do not fit the count."""
     one = next(iter(parts.values()))
     first = min(min(parts), 1)  # some writers count from 0
@@ -136,10 +138,10 @@ def _in_order(parts: Mapping[int, re.Match[str]]) -> Chosen | None:
         f"{one[1]}-{number:0{len(one[2])}}-of-{one[3]}{one[4]}{SUFFIX}"
         for number in itertools.islice(absent, _MAX_NAMED_FILES)  # a name may claim any number of files
     ]
-    return Chosen(tuple(parts[number][0] for number in sorted(parts)), tuple(missing))
+    return ChosenFiles(tuple(parts[number][0] for number in sorted(parts)), tuple(missing))
 
 
-def _rank_files(ranks: Sequence[re.Match[str]]) -> Chosen | str:
+def _rank_files(ranks: Sequence[re.Match[str]]) -> ChosenFiles | str:
     """Returns the files of all ranks. A rank has a file of each number unless it saved nothing into it."""
     counts = {rank[3]: rank[0] for rank in ranks}
     if len(counts) > 1:
@@ -150,7 +152,7 @@ def _rank_files(ranks: Sequence[re.Match[str]]) -> Chosen | str:
     numbers = {int(rank[2]) for rank in ranks}
     absent = (number for number in range(1, int(count) + 1) if number not in numbers)
     missing = [f"shard-*-model-{number:05}-of-{count}{SUFFIX}" for number in itertools.islice(absent, _MAX_NAMED_FILES)]
-    return Chosen(tuple(sorted(rank[0] for rank in ranks)), tuple(missing))
+    return ChosenFiles(tuple(sorted(rank[0] for rank in ranks)), tuple(missing))
 
 
 def log_others(folder: str, opened: Sequence[str], names: Sequence[str]) -> None:
@@ -249,7 +251,7 @@ def written_names(store: Store, folder: str) -> set[str]:
     return config | _files_of(store, folder, names, main)
 
 
-def _files_of(store: Store, folder: str, names: Sequence[str], main: Chosen) -> set[str]:
+def _files_of(store: Store, folder: str, names: Sequence[str], main: ChosenFiles) -> set[str]:
     (index, *_) = main.names
     if not is_index(index):
         return set(main.names)

@@ -28,14 +28,14 @@ _log = logging.getLogger("treering")
 _MAX_COMPARED_PIECES = 1000  # to name two that overlap
 
 
-class _Place(msgspec.Struct):
+class _PiecePlace(msgspec.Struct):
     saved_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
-preload_decoders(dict[str, _Place])
+preload_decoders(dict[str, _PiecePlace])
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A piece of a tensor: its dtype, its place in the complete tensor, and the path of its file."""
 
     dtype: str
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     file: str
 
 
-def pieces_of(header: Header, path: str) -> dict[str, Piece]:
+def pieces_of(header: Header, path: str) -> dict[str, TensorPiece]:
     """Returns the piece of each tensor of a file, by key; nothing for a file without them.
 
     Raises `CorruptError`, and `UnsupportedError` for a later version.
@@ -57,10 +57,10 @@ def pieces_of(header: Header, path: str) -> dict[str, Piece]:
             f"{path}: expected {_VERSION} 1.0 of torch.distributed.checkpoint, found {version!r:.20}"
         )
     try:
-        places = msgspec.convert(strict_json.parse(text.encode()), dict[str, _Place])
+        places = msgspec.convert(strict_json.parse(text.encode()), dict[str, _PiecePlace])
     except strict_json.MALFORMED as error:
         raise CorruptError(f"{path}: expected {INFO} to have the saved_offsets of each tensor: {error}") from None
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorPiece] = {}
     for key, tensor in header.tensors.items():
         begins = places[key].saved_offsets if key in places else None
         if begins and tensor.dtype == nibbles.CODE:  # PyTorch counts the bytes of the last axis, the header elements
@@ -71,11 +71,11 @@ def pieces_of(header: Header, path: str) -> dict[str, Piece]:
                 + ("nothing" if begins is None else f"{list(begins)}")
             )
         box = tuple((begin, begin + size) for begin, size in zip(begins, tensor.shape, strict=True))
-        found[key] = Piece(tensor.dtype, box, path)
+        found[key] = TensorPiece(tensor.dtype, box, path)
     return found
 
 
-def shape_of(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
+def shape_of(name: str, pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
     """Returns the shape of the array that pieces form. Raises a `CorruptError` that begins with `name` if they do not.
 
     The pieces must have one dtype, and each element exactly once.
@@ -101,7 +101,7 @@ def shape_of(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
     )
 
 
-def refuse_pieces(pieces: Mapping[str, Piece], others: Collection[str], advice: str) -> None:
+def refuse_pieces(pieces: Mapping[str, TensorPiece], others: Collection[str], advice: str) -> None:
     """Raises `UnsupportedError` for the first piece of a file that is not a complete tensor.
 
     others: the keys of tensors that files of other ranks have too.
@@ -131,8 +131,8 @@ def log_ranks(path: str, ranks: Collection[int]) -> None:
     )
 
 
-def _mixed(name: str, expected: str, one: Piece, other: Piece) -> CorruptError:
-    def described(piece: Piece) -> str:
+def _mixed(name: str, expected: str, one: TensorPiece, other: TensorPiece) -> CorruptError:
+    def described(piece: TensorPiece) -> str:
         part = ", ".join(f"{start}:{stop}" for start, stop in piece.box)
         return f"{piece.dtype} [{part}] in {posixpath.basename(piece.file)}"
 

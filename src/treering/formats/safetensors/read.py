@@ -21,13 +21,13 @@ from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.file_io import open_fetched
 from ...stores.read_errors import raise_if_momentary, reading
 from ...stores.store import Blob, Store
-from .._shared.extents import Layout, Runs, check_shape, layout
+from .._shared.extents import ExtentLayout, Runs, check_shape, layout
 from .._shared.pieces import Pieces
 from .._shared.reader import ForeignReader, Stored, attempt, attempts, check_file
 from . import nibbles
 from .folder import adapter_config, candidates, index_of, log_others, quantization_of, rank_of
 from .header import Header, check_side_by_side, decode_header, header_size
-from .pieces import BOOKKEEPING, INFO, Piece, log_ranks, pieces_of, refuse_pieces, shape_of
+from .pieces import BOOKKEEPING, INFO, TensorPiece, log_ranks, pieces_of, refuse_pieces, shape_of
 from .schema import OWN, path_of, read_sidecar
 
 _log = logging.getLogger("treering")
@@ -40,7 +40,7 @@ _NAMES[nibbles.CODE] = nibbles.DTYPE
 class _Opened(NamedTuple):
     file: Blob
     header: Header
-    pieces: Mapping[str, Piece]  # by key; empty if the tensors are complete
+    pieces: Mapping[str, TensorPiece]  # by key; empty if the tensors are complete
 
 
 # The attributes that a reader gets from its files.
@@ -278,9 +278,9 @@ def _reader(
     """Builds the reader of tensors, each with its file or the reason why it cannot be read."""
     entries: dict[str, Entry] = {}
     arrays: dict[str, Stored] = {}
-    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, Layout]] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, ExtentLayout]] = {}
 
-    parts: dict[str, list[tuple[Piece, Stored]]] = {}
+    parts: dict[str, list[tuple[TensorPiece, Stored]]] = {}
     for key, found in tensors:
         place = path_of(key) if "~" in key else key
         if place in entries:
@@ -327,7 +327,7 @@ def _reader(
     )
 
 
-def _join(name: str, place: str, pieces: Sequence[tuple[Piece, Stored]]) -> tuple[ArrayEntry, Stored]:
+def _join(name: str, place: str, pieces: Sequence[tuple[TensorPiece, Stored]]) -> tuple[ArrayEntry, Stored]:
     """Returns the array that pieces form. A piece that has everything needs no copy."""
     shape = shape_of(name, [piece for piece, _ in pieces])
     check_shape(shape, name)
@@ -362,7 +362,7 @@ def _holders(place: str, files: Sequence[_Opened]) -> str:
     )
 
 
-def _kind(code: str, shape: tuple[int, ...], name: str) -> tuple[str, Layout]:
+def _kind(code: str, shape: tuple[int, ...], name: str) -> tuple[str, ExtentLayout]:
     """Returns the dtype of a tensor, and the layout of its data: bytes if two elements share one."""
     dtype = _NAMES.get(code)
     if dtype is None or (dtype == nibbles.DTYPE and not nibbles.is_paired(shape)):

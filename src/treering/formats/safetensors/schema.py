@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ..._core.json_floats import text_to_floats
-from ..._core.values import decode_float
+from ..._core.values import decode_float, text_to_floats
 from ..._threads.preload_decoders import preload_decoders
 
 _log = logging.getLogger("treering")

@@ -15,10 +15,9 @@ import msgspec
 from ..._core import dtypes
 from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry, is_absent
-from ..._core.json_floats import floats_to_text
 from ..._core.leaf_paths import join_names
 from ..._core.source import Source
-from ..._core.values import encode_float
+from ..._core.values import encode_float, floats_to_text
 from ..._pytree.leaves import write_order_key
 from ...errors import ExistsError, MismatchError, UnsupportedError
 from ...stores.sequential import file_of_new_folder

@@ -68,7 +68,7 @@ def open_state(store: Store, path: str, file: str, step: int | None, *, without_
         leaves = scanned.leaves(tree)
     step = own_step(leaves, "state/step") if step is None else step
     nbytes = opened.size + zarr_nbytes
-    return _Reader(
+    return _T5XReader(
         "t5x-without-zeros" if without_zeros else "t5x",
         path,
         leaves.entries,
@@ -82,7 +82,7 @@ def open_state(store: Store, path: str, file: str, step: int | None, *, without_
     )
 
 
-class _Reader(ZarrReader):
+class _T5XReader(ZarrReader):
     """Names the leaf in errors about its files; views zarr arrays as another dtype of the same size if needed."""
 
     def read(

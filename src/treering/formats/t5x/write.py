@@ -29,7 +29,7 @@ from .._zarr import metadata
 from .._zarr.chunks import Chunks, assign_chunks, even_chunk_shape
 from .._zarr.leaves import parts_of_arrays
 from .._zarr.parallel_write import write_folder
-from .._zarr.writer import Writer
+from .._zarr.writer import ZarrWriter
 from .read import open_state
 from .schema import FILE, ORBAX_FILES, PLACEHOLDER, SPEC
 
@@ -73,8 +73,8 @@ def write(
 
     instead: dict[str, bytes] = {}
 
-    def arrays(folder: str) -> list[Writer]:
-        with Writer(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
+    def arrays(folder: str) -> list[ZarrWriter]:
+        with ZarrWriter(store, folder, driver="zarr", ocdbt=False, call=call) as writer:
             for entry, name in named:
                 instead[entry.path] = _add(writer, contents, entry, name, chunks[entry.path])
         return [writer]
@@ -114,7 +114,7 @@ def _owned(store: Store, folder: str) -> set[str]:
     return {FILE, *filter(_DATA_FILE.fullmatch, store.list(folder)), *arrays}
 
 
-def _add(arrays: Writer, contents: Source, entry: ArrayEntry, name: str, chunks: Chunks) -> bytes:
+def _add(arrays: ZarrWriter, contents: Source, entry: ArrayEntry, name: str, chunks: Chunks) -> bytes:
     """Writes an array to its files; returns what stands for it in the state dict: a TensorStore spec in MessagePack."""
     read_box = functools.partial(_read_box, contents, entry)
     arrays.add(name, entry.shape, entry.dtype, read_box, chunks=chunks, compressor=_GZIP)

@@ -17,9 +17,20 @@ from ...stores.store import Blob, Store
 from .._shared.extents import Runs, check_shape
 from .._shared.pieces import Pieces
 from .._shared.reader import ForeignReader, Stored, attempt, beginning_within, check_file
-from .index import DTYPES, TEXT, Tensor, box_of, part_key, path_of, read_header, read_tensor
-from .schema import INDEX, NAME
-from .table import Cursor, crc32c, items, masked
+from .table import (
+    DTYPES,
+    TEXT,
+    Cursor,
+    IndexTensor,
+    box_of,
+    crc32c,
+    items,
+    masked,
+    part_key,
+    path_of,
+    read_header,
+    read_tensor,
+)
 
 _CHECKSUM_SLICE_BYTES = 16 << 20  # bytes in memory while a checksum is computed
 _MAX_TEXT_BYTES = 64 << 20  # bytes of all tensors of text together; opening a checkpoint reads them
@@ -37,13 +48,13 @@ class _Bundle:
         self.header = read_header(self.tensors.pop(b""), index)
         self._store, self._files = store, dict[int, Blob]()
 
-    def tensor(self, key: bytes) -> Tensor:
+    def tensor(self, key: bytes) -> IndexTensor:
         """Returns an entry of the index. Raises `CorruptError` if there is none."""
         if key not in self.tensors:
             raise CorruptError(f"{self.index}: expected an entry {key!r:.100}, found none")
         return read_tensor(self.tensors[key], self.index)
 
-    def file(self, tensor: Tensor) -> Blob:
+    def file(self, tensor: IndexTensor) -> Blob:
         """Returns the file with the bytes of a tensor."""
         shard = tensor.shard
         if shard not in self._files:
@@ -51,7 +62,7 @@ class _Bundle:
                 raise CorruptError(
                     f"{self.index}: expected one of {self.header.shards} files of data, found number {shard}"
                 )
-            path = f"{self.index.removesuffix(INDEX)}.data-{shard:05}-of-{self.header.shards:05}"
+            path = f"{self.index.removesuffix('.index')}.data-{shard:05}-of-{self.header.shards:05}"
             self._files[shard] = open_fetched(self._store, check_file(self._store, path, self.index))
             self.nbytes += self._files[shard].size
         return self._files[shard]
@@ -62,7 +73,7 @@ class TensorFlowReader(ForeignReader):
 
     def __init__(self, store: Store, path: str, index: str, step: int | None):
         self._bundle = _Bundle(store, index)
-        self._parts: dict[str, list[Tensor]] = {}
+        self._parts: dict[str, list[IndexTensor]] = {}
         self._verified_paths: set[str] = set()
         entries: list[Entry] = []
         arrays: dict[str, Stored] = {}
@@ -90,7 +101,7 @@ class TensorFlowReader(ForeignReader):
                     arrays[name] = found
         if problems:
             raise UnsupportedError("\n".join([f"{index}: Treering cannot read these tensors:", *problems]))
-        super().__init__(NAME, path, entries, arrays, step=step, nbytes=self._bundle.nbytes)
+        super().__init__("tensorflow", path, entries, arrays, step=step, nbytes=self._bundle.nbytes)
 
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
@@ -115,7 +126,7 @@ class TensorFlowReader(ForeignReader):
                 self._verify_part(part, path)
             self._verified_paths.add(path)
 
-    def _verify_part(self, part: Tensor, path: str) -> None:
+    def _verify_part(self, part: IndexTensor, path: str) -> None:
         file, crc = self._bundle.file(part), 0
         buffer = np.empty(min(part.size, _CHECKSUM_SLICE_BYTES), np.uint8).data
         for begin in range(0, part.size, _CHECKSUM_SLICE_BYTES):
@@ -129,7 +140,7 @@ class TensorFlowReader(ForeignReader):
             )
 
 
-def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[str], list[Tensor]]:
+def _stored(bundle: _Bundle, key: bytes, tensor: IndexTensor) -> tuple[Stored | list[str], list[IndexTensor]]:
     """Opens an array, or returns why it cannot be read; also returns the entries with its bytes."""
     check_shape(tensor.shape, bundle.index)
     if not tensor.parts:
@@ -153,7 +164,7 @@ def _stored(bundle: _Bundle, key: bytes, tensor: Tensor) -> tuple[Stored | list[
     return Pieces(own, dtypes.to_numpy(DTYPES[tensor.dtype])), parts
 
 
-def _runs(bundle: _Bundle, tensor: Tensor) -> Runs | CorruptError:
+def _runs(bundle: _Bundle, tensor: IndexTensor) -> Runs | CorruptError:
     """Opens the bytes of an entry, or returns why they are missing."""
     dtype = dtypes.to_numpy(DTYPES[tensor.dtype])
     stored = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype  # ml_dtypes are native-endian only
@@ -166,14 +177,14 @@ def _runs(bundle: _Bundle, tensor: Tensor) -> Runs | CorruptError:
     return attempt(runs)
 
 
-def _texts(bundle: _Bundle, name: str, tensor: Tensor) -> list[Entry]:
+def _texts(bundle: _Bundle, name: str, tensor: IndexTensor) -> list[Entry]:
     """Reads the elements of a tensor of text; a single lost entry stands for all if they cannot be read."""
     check_shape(tensor.shape, bundle.index)
     found = attempt(lambda: [*_read_texts(bundle, name, tensor)])
     return [lost_entry(name, str(found), tree=True)] if isinstance(found, CorruptError) else [*found]
 
 
-def _read_texts(bundle: _Bundle, name: str, tensor: Tensor) -> Iterator[ValueEntry]:
+def _read_texts(bundle: _Bundle, name: str, tensor: IndexTensor) -> Iterator[ValueEntry]:
     """Reads a tensor of text: first the sizes and their checksum, then the bytes."""
     count = math.prod(tensor.shape)
     if count > tensor.size:

@@ -13,10 +13,10 @@ from ..._core.entries import ArrayType
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 from .._shared.extents import Runs, check_shape
+from .._shared.file_signatures import RESAVE_TORCH, TORCH_PICKLE
 from .._shared.pickles import Global, Made, Persistent, attribute_names, read_pickle
 from .._shared.reader import Stored
-from .._shared.zips import Member, damage_of, locate, open_zip
-from .schema import PICKLE, RESAVE
+from .._shared.zips import ZipMember, damage_of, locate, open_zip
 
 _SLICE_BYTES = 16 << 20  # bytes in memory while a checksum is computed
 _MAX_SPAN_BYTES = 64 << 20  # that one call reads of an array whose elements are not side by side
@@ -53,7 +53,7 @@ _MAKE_PLAIN = "save it as a plain tensor, such as tensor.to_dense(), .dequantize
 class Storage:
     """The bytes that one or several tensors share. Compares their checksum once."""
 
-    def __init__(self, file: Blob, member: Member, name: str):
+    def __init__(self, file: Blob, member: ZipMember, name: str):
         self.file, self.member, self._name = file, member, name
         self._is_checked = False
 
@@ -83,7 +83,7 @@ class Placed(NamedTuple):
     attributes: Sequence[str] = ()
 
 
-class Tensor(NamedTuple):
+class TorchTensor(NamedTuple):
     """A tensor in an archive. `attributes` are the names of those that a program has set."""
 
     dtype: str
@@ -104,17 +104,17 @@ class Archive:
     def __init__(self, file: Blob, name: str, begin: int = 0, nbytes: int | None = None):
         self.name, self._file = name, file
         self._range = begin, file.size - begin if nbytes is None else nbytes
-        with damage_of(name, "an archive of PyTorch", RESAVE):
+        with damage_of(name, "an archive of PyTorch", RESAVE_TORCH):
             members = open_zip(file, *self._range).infolist()
         self._members = {member.filename: member for member in members}
         if len(self._members) < len(members):
             raise CorruptError(f"{name}: two files in this archive have one name")
         if min((member.header_offset for member in members), default=0) != 0:
             raise CorruptError(f"{name}: expected one archive of PyTorch, found other data before it")
-        found = [member for member in self._members if member.count("/") == 1 and member.endswith(PICKLE)]
+        found = [member for member in self._members if member.count("/") == 1 and member.endswith(TORCH_PICKLE)]
         if len(found) != 1:
             raise CorruptError(f"{name}: expected one archive of PyTorch, with a data.pkl, found {len(found)}")
-        self._prefix = found[0].removesuffix(PICKLE) + "/"
+        self._prefix = found[0].removesuffix(TORCH_PICKLE) + "/"
         self._order: Literal["<", ">"] = "<"
         if f"{self._prefix}byteorder" in self._members:
             order = self._read("byteorder")
@@ -131,7 +131,7 @@ class Archive:
         """Returns the size of the pickle, in bytes."""
         return self._members[f"{self._prefix}data.pkl"].file_size
 
-    def tensor(self, made: Made) -> Tensor | None:
+    def tensor(self, made: Made) -> TorchTensor | None:
         """Returns the tensor that an object stands for; None for objects that are no tensors.
 
         Raises `CorruptError`, and `UnsupportedError` for tensors that are no plain arrays.
@@ -166,7 +166,7 @@ class Archive:
 
     def _plain(
         self, reference: Any, offset: Any, shape: tuple[int, ...], strides: tuple[int, ...], given: Sequence[Any]
-    ) -> Tensor:
+    ) -> TorchTensor:
         """Opens a tensor, which is a view of the storage that `reference` names."""
         key = reference.key if type(reference) is Persistent else None
         if type(key) is not tuple or len(key) != 5 or key[0] != "storage" or type(key[2]) is not str:
@@ -186,7 +186,7 @@ class Archive:
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         begin, nbytes, _ = storage.member
         if not math.prod(shape):
-            return Tensor(dtype, shape, Runs.of([(self._file, begin, 0)], shape, stored, final), storage)
+            return TorchTensor(dtype, shape, Runs.of([(self._file, begin, 0)], shape, stored, final), storage)
         if (last + 1) * final.itemsize > nbytes:
             raise CorruptError(
                 f"expected {(last + 1) * final.itemsize} bytes of the storage {key[2]!r:.50}, found {nbytes}"
@@ -194,8 +194,8 @@ class Archive:
         begin += offset * final.itemsize
         if _is_contiguous(shape, strides):
             run = self._file, begin, math.prod(shape) * final.itemsize
-            return Tensor(dtype, shape, Runs.of([run], shape, stored, final), storage)
-        return Tensor(dtype, shape, _Strided(self._file, begin, strides, stored, final), storage)
+            return TorchTensor(dtype, shape, Runs.of([run], shape, stored, final), storage)
+        return TorchTensor(dtype, shape, _Strided(self._file, begin, strides, stored, final), storage)
 
     def _storage(self, key: str) -> Storage:
         if key not in self._storages:
@@ -203,7 +203,7 @@ class Archive:
             self._storages[key] = Storage(self._file, member, f"{self.name}: the storage {key!r:.50}")
         return self._storages[key]
 
-    def _member(self, name: str) -> Member:
+    def _member(self, name: str) -> ZipMember:
         if self._prefix + name not in self._members:
             raise CorruptError(f"{self.name}: expected the file {name!r:.100} in this archive, found none")
         return locate(self._file, *self._range, self._members[self._prefix + name], self.name)

@@ -19,9 +19,13 @@ from .._shared.extents import check_shape
 from .._shared.npy import DTYPE
 from .._shared.pickles import Global, Made, Persistent
 from .._shared.reader import ForeignReader, Stored
-from .archive import Archive, Placed, Tensor, sizes
-from .schema import RENAME_KEY, SAVE_STATE
+from .archive import Archive, Placed, TorchTensor, sizes
 
+_SAVE_STATE = (
+    "if you trust it, save its tensors where that program is, and open the new file: "
+    "torch.save(torch.load(path, weights_only=False).state_dict(), 'model.pt')"
+)
+_RENAME_KEY = "rename it where PyTorch is, save the dict again by torch.save, and open the new file"
 _MAX_NODE_CHARACTERS = 64 << 20  # of all paths together; each node also counts as `_NODE_CHARACTERS`
 _NODE_CHARACTERS = 64
 _COMPLEX = (("builtins", "complex"), ("__builtin__", "complex"))
@@ -49,7 +53,7 @@ class _LeftOut(NamedTuple):
     what: str
 
 
-class Leaves:
+class TorchLeaves:
     """The leaves of a tree, in order. `left_out` describes objects that only their own program can make."""
 
     def __init__(self, tree: Any, archive: Archive | None, where: str):
@@ -65,7 +69,7 @@ class Leaves:
         if isinstance(root[0], _LeftOut):
             raise UnsupportedError(
                 f"{where}: expected tensors in dicts and lists, found an object of {root[0].what}, which only its own "
-                f"program can make; {SAVE_STATE}"
+                f"program can make; {_SAVE_STATE}"
             )
         # A stack of iterators replaces recursion, because a tree may be deeper than Python's recursion limit.
         pending: list[Iterator[tuple[str, tuple[Any, Archive | None]]]] = [iter([("", root)])]
@@ -85,7 +89,7 @@ class Leaves:
     def _add(self, path: str, value: Any) -> None:
         if isinstance(value, CorruptError):
             self.entries.append(lost_entry(path, str(value), tree=True))
-        elif isinstance(value, Tensor | Placed):
+        elif isinstance(value, TorchTensor | Placed):
             self.entries.append(ArrayEntry(path, value.type, value.dtype, value.shape))
             self.arrays[path], self.checks[path] = value.stored, value.check
             self.left_out += [f"{path or '(root)'}.{name} (an attribute)" for name in value.attributes]
@@ -146,7 +150,7 @@ def _convert(value: Any, archive: Archive | None) -> Any:
         return _dict(value)
     if type(value) in (list, tuple):
         return _numbered("tuple" if type(value) is tuple else "list", value)
-    if isinstance(value, Tensor | Placed | CorruptError):
+    if isinstance(value, TorchTensor | Placed | CorruptError):
         return value
     if isinstance(value, Persistent):
         return _LeftOut("a storage without a tensor")
@@ -179,12 +183,12 @@ def _dict(value: dict[Any, Any]) -> _Container:
         except UnsupportedError:
             shown = key.what if type(key) is Made else key if type(key) is Global else repr(key)
             why = f"a dict with the key {shown!s:.100}, which no path can have"
-            raise UnsupportedError(f"{why}; {RENAME_KEY}") from None
+            raise UnsupportedError(f"{why}; {_RENAME_KEY}") from None
     places = dict(zip(names, keys, strict=True))
     for name, key in zip(names, keys, strict=True) if len(places) < len(names) else ():
         if (other := places[name]) is not key:
             why = f"a dict with the keys {key!r:.100} and {other!r:.100}, which read the same"
-            raise UnsupportedError(f"{why}; {RENAME_KEY}")
+            raise UnsupportedError(f"{why}; {_RENAME_KEY}")
     return _Container(Node("dict", "", [encode_key(key) for key in keys]), names, list(value.values()))
 
 
@@ -197,7 +201,7 @@ class TorchReader(ForeignReader):
 
     expands = True  # several tensors may share bytes, and one may repeat them
 
-    def __init__(self, format: str, path: str, leaves: Leaves, *, nbytes: int, step: int | None = None):
+    def __init__(self, format: str, path: str, leaves: TorchLeaves, *, nbytes: int, step: int | None = None):
         self._checks = leaves.checks
         super().__init__(
             format,

@@ -11,7 +11,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry
-from .array_header import ArrayHeader
+from .array_file import ArrayHeader
 from .manifest_fields import ArrayRow
 from .piece_reads import Memory
 

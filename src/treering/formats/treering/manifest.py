@@ -8,8 +8,8 @@ import xxhash
 
 from ..._core.boxes import Box
 from ..._core.entries import ValueEntry
-from ..._core.json_floats import text_to_floats
 from ..._core.skeleton import Node
+from ..._core.values import text_to_floats
 from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, TreeringError, UnsupportedError
 from .._shared import strict_json
@@ -44,7 +44,7 @@ def piece_key(path: str, box: Box | None) -> str:
     return path + "~@" + ",".join(str(start) for start, _ in box or ())
 
 
-class _Envelope(msgspec.Struct, frozen=True):
+class _Sealed(msgspec.Struct, frozen=True):
     """The fields of a sealed file that no version changes, and the software that wrote it, each of any type."""
 
     format: Any = msgspec.UNSET
@@ -53,7 +53,7 @@ class _Envelope(msgspec.Struct, frozen=True):
     software: Any = None
 
 
-preload_decoders(_Envelope, *_LARGE_FIELDS.values())
+preload_decoders(_Sealed, *_LARGE_FIELDS.values())
 
 
 def xxh3(data: Any) -> str:
@@ -83,7 +83,7 @@ def check_envelope(data: bytes, name: str, format: str = FORMAT, *, default: Any
     never reported as damage. `default` is the version of a file that does not give its own.
     """
     try:
-        found = msgspec.json.decode(data, type=_Envelope)
+        found = msgspec.json.decode(data, type=_Sealed)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _unsupported(name, f"what is not understood ({error})", None) from None
     version = default if found.version is msgspec.UNSET else found.version

@@ -31,9 +31,8 @@ from . import deltas, manifest, metrics, summary, validity
 from .contiguous_leaves import ContiguousLeaves
 from .manifest import BLOCK
 from .manifest_fields import ArrayRow, Base, BoxesOfNodes, Delta, File, as_utc
-from .object_reads import read_objects
 from .open_files import OpenFiles
-from .piece_locations import PieceLocations
+from .piece_locations import PieceLocations, read_objects
 from .piece_reads import Memory, as_bools, assemble, ranges_by_file
 from .schema import MANIFEST
 

@@ -41,7 +41,7 @@ class _TreeFile(msgspec.Struct):
 preload_decoders(_TreeFile)
 
 
-class Tree(NamedTuple):
+class JaxTree(NamedTuple):
     entries: list[Entry]
     arrays: dict[str, zarr.Array]
     skeleton: list[Node | int]
@@ -51,7 +51,7 @@ def has_tree(store: Store, path: str) -> bool:
     return is_file(store, posixpath.join(path, FILE))
 
 
-def read_jax_tree(store: Store, path: str) -> Tree:
+def read_jax_tree(store: Store, path: str) -> JaxTree:
     """Opens the arrays of a checkpoint. Raises `CorruptError` and `UnsupportedError`."""
     file, place = posixpath.join(path, FILE), posixpath.join(path, _STORE)
     try:
@@ -63,7 +63,7 @@ def read_jax_tree(store: Store, path: str) -> Tree:
         raise CorruptError(f"{file}: expected {len(paths)} leaves, found {len(found.leaves)}")
     numbers = [n for n, about in enumerate(found.leaves) if about not in (None, "null")]
     arrays = dict(zip(numbers, _arrays(store, place, numbers) if numbers else (), strict=True))
-    tree = Tree([], {}, skeleton)
+    tree = JaxTree([], {}, skeleton)
     for n, (name, about) in enumerate(zip(paths, found.leaves, strict=True)):
         if n not in arrays:
             tree.entries.append(ValueEntry(name, *encode(None)))

@@ -6,24 +6,24 @@ from typing import Any, NamedTuple
 
 from ... import stores
 from ..._core.leaf_paths import join_names
-from ..._core.subtree import check_not_left_out
+from ..._core.source import check_not_left_out
 from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
 from ...errors import NotFoundError, UnsupportedError
 from ...formats.orbax.items import UNNAMED_ITEMS
 from ...formats.orbax.schema import CHECKPOINT, UNFINISHED, deleted_item, read_checkpoint_metadata
 from ...stores.file_io import read_file
-from .. import item_restore
+from .. import items
 from ..errors import InvalidLayoutError, NoCheckpointableError
 from .context import Context
 from .options import CheckpointLayout
-from .own_files import HANDLER, class_of_handler
+from .registry import HANDLER, class_of_handler
 from .saving import STATE
 
 _TREE_NAMES = (*UNNAMED_ITEMS[True], *UNNAMED_ITEMS[False], "AUTO", None)  # names of a tree without a name
 
 
-class Part(NamedTuple):
+class ItemPart(NamedTuple):
     """A checkpointable. Either `tree` is its tree, or `files` are those that a handler wrote, or `directory` has them.
 
     saved_by: the name of the class of the handler.
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     saved_by: str | None = None
 
 
-class Contents:
+class CheckpointContents:
     """The checkpointables of the checkpoint at a path, or of one that is open.
 
     Raises `InvalidLayoutError`, which is a `FileNotFoundError` and a `ValueError`, if there is no checkpoint.
@@ -68,7 +68,7 @@ class Contents:
             if self.ckpt.step is not None and posixpath.dirname(self.ckpt.path) == self.path and not safetensors:
                 raise InvalidLayoutError(f"{self.path}: expected a checkpoint, found a run; give the path of a step")
             self._own = own_items(self.path, self.ckpt) if self.ckpt.format == "orbax" else {}
-        self._names = None if self.ckpt is None else item_restore.item_names(self.ckpt)
+        self._names = None if self.ckpt is None else items.item_names(self.ckpt)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,10 +79,10 @@ class Contents:
             return (getattr(self.ckpt._source, "level", "") or STATE, *self._own)
         return tuple(dict.fromkeys([*self._names, *self._own]))
 
-    def part(self, name: str | None) -> Part:
+    def part(self, name: str | None) -> ItemPart:
         """Returns a checkpointable. Raises `NoCheckpointableError`, which is a `KeyError`, if there is none."""
         if name in self._own:
-            return Part(directory=posixpath.join(self.path, name), saved_by=self._own[name])
+            return ItemPart(directory=posixpath.join(self.path, name), saved_by=self._own[name])
         if self.ckpt is not None and self._names is None and name in (*_TREE_NAMES, *self.names):
             return self._typed(self.ckpt)
         if name is not None and name == deleted_item(stores.get(self.path), self.path):
@@ -92,7 +92,7 @@ class Contents:
             )
         if self.ckpt is None or self._names is None or name not in self._names:
             raise NoCheckpointableError(f"{self.path}: expected {name!r}, found {join_names(self.names) or 'none'}")
-        return self._typed(item_restore.part_of(self.ckpt, name))
+        return self._typed(items.part_of(self.ckpt, name))
 
     def tree_name(self) -> str:
         """Returns the name of the tree that a load without a name takes: `state`, or the first one.
@@ -104,13 +104,13 @@ class Contents:
                 return name
         raise InvalidLayoutError(f"{self.path}: expected a tree, found {join_names(self.names)}")
 
-    def _typed(self, part: Checkpoint) -> Part:
-        if not item_restore.is_files(part):
-            return Part(tree=part)
-        return Part(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == HANDLER}))
+    def _typed(self, part: Checkpoint) -> ItemPart:
+        if not items.is_files(part):
+            return ItemPart(tree=part)
+        return ItemPart(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == HANDLER}))
 
 
-def tree_part(contents: Contents, name: Any) -> Checkpoint:
+def tree_part(contents: CheckpointContents, name: Any) -> Checkpoint:
     """Returns the tree of a name, or the only one. Raises `InvalidLayoutError` if there is none."""
     chosen = contents.tree_name() if name == "AUTO" else name
     found = contents.part(chosen).tree
@@ -134,7 +134,7 @@ def own_items(path: str, ckpt: Checkpoint | None) -> dict[str, str | None]:
     listed = about.get("item_handlers") if isinstance(about, dict) else None
     deleted = deleted_item(store, path)  # Orbax 0.12.8 writes the name before it deletes one item of a checkpoint.
     level = "" if ckpt is None else getattr(ckpt._source, "level", "")
-    names = None if ckpt is None else item_restore.item_names(ckpt)
+    names = None if ckpt is None else items.item_names(ckpt)
     if isinstance(listed, str) or (ckpt is not None and names is None and not level):
         return {}  # a tree directly in the folder
     handlers = listed if isinstance(listed, dict) else {}

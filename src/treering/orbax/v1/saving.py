@@ -13,7 +13,7 @@ from ..._threads.thread import Thread, start_threads
 from ...errors import ExistsError, MismatchError
 from .. import items, nodes
 from ..errors import CheckpointExistsError, NoEntryError, UnsupportedValueError
-from . import own_files, registry
+from . import registry
 from .context import Context, get_context
 from .options import CheckpointLayout
 from .registry import StatefulCheckpointable
@@ -118,7 +118,7 @@ def _start(
         raise UnsupportedValueError(f"{path}: checkpoint_layout=SAFETENSORS is for loads; use treering.save")
     for_orbax = bool(items.format_options(context.write, several=True))
     tree = tree_of(checkpointables, context, for_orbax=for_orbax)
-    options = items.format_options(context.write, several=isinstance(tree, nodes.Composite))
+    options = items.format_options(context.write, several=isinstance(tree, nodes.ItemsTree))
     callback = context.asynchronous.post_finalization_callback
     if (limit := context.memory.write_concurrent_bytes) is not None:
         options["memory_limit"] = limit
@@ -171,10 +171,10 @@ def tree_of(checkpointables: Mapping[str, Any], context: Context, *, for_orbax: 
 def _part(name: str, value: Any, context: Context, for_orbax: bool) -> Any:
     handler = registry.handler_to_save(context.checkpointables.registry, name, value)
     if handler is not None:
-        return own_files.save_files(value, handler)
+        return registry.save_files(value, handler)
     is_iterator = state_methods.is_iterator(type(value))
     if isinstance(value, StatefulCheckpointable) and (for_orbax or not is_iterator):
-        return own_files.save_files(value, None)
+        return registry.save_files(value, None)
     if is_iterator:
         return value
     if name != STATE and (reason := unsupported_leaf(value)):

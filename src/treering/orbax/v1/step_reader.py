@@ -11,18 +11,24 @@ from ..errors import StepNotFoundError
 from ..manager import CheckpointManager
 from ..namespaces import unsupported_name as unsupported
 from ..policies import CheckpointInfo
-from . import metadata_types
-from .contents import Contents
+from . import trees
+from .contents import CheckpointContents
 from .context import Context, get_context
-from .describing import checkpointables_metadata_from, metadata_from
-from .loading import check_name, check_wanted, load_checkpointables_from, load_from
-from .metadata_types import as_nanoseconds
+from .loading import (
+    check_name,
+    check_wanted,
+    checkpointables_metadata_from,
+    load_checkpointables_from,
+    load_from,
+    metadata_from,
+)
 from .saving import STATE, deprecated
+from .trees import as_nanoseconds
 
 T = TypeVar("T")
 
 
-class CheckpointMetadata(metadata_types.CheckpointMetadata[T]):
+class CheckpointMetadata(trees.CheckpointMetadata[T]):
     """The metadata of a step. `metadata` is None in lists of steps. `metrics` is None if the step has none."""
 
     def __init__(self, step: int, path: Any, *, metadata: T, metrics: Any = None, **about: Any):
@@ -100,14 +106,15 @@ class StepReader:
         wanted = check_wanted(abstract_checkpointables)
         return self._use(step, lambda contents, context: load_checkpointables_from(contents, wanted, context))
 
-    def _use(self, step: Step, use: Callable[[Contents, Context], Any]) -> Any:
+    def _use(self, step: Step, use: Callable[[CheckpointContents, Context], Any]) -> Any:
         """Returns the result of `use` for a step, the same in all processes. A step that is being saved is waited for.
 
         Without a step it is the latest valid one.
         """
         with get_context(self._context).check() as context, _step_not_found():
             return self._run.use_step(
-                None if step is None else step_number(step), lambda ckpt: use(Contents(ckpt, context), context)
+                None if step is None else step_number(step),
+                lambda ckpt: use(CheckpointContents(ckpt, context), context),
             )
 
     def load_async(self, step: Step = None, abstract_state: Any = None) -> Any:
@@ -126,10 +133,10 @@ class StepReader:
         """Returns the metadata of the checkpointables of a step, by default the latest."""
         return self._metadata(step, checkpointables_metadata_from)
 
-    def _metadata(self, step: Step, describe: Callable[[Contents, Context], Any]) -> CheckpointMetadata[Any]:
+    def _metadata(self, step: Step, describe: Callable[[CheckpointContents, Context], Any]) -> CheckpointMetadata[Any]:
         with get_context(self._context).check() as context, _step_not_found():
             ckpt = self._run.open(None if step is None else step_number(step))
-            about = vars(describe(Contents(ckpt, context), context))
+            about = vars(describe(CheckpointContents(ckpt, context), context))
         assert ckpt.step is not None
         return CheckpointMetadata(ckpt.step, metrics=ckpt.metrics or None, **about)
 

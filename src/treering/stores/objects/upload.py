@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..._threads.forks import free_in_children
-from ..._threads.latch import Latch
-from ..._threads.thread import Thread, lost_thread, start_threads
+from ..._threads.thread import Latch, Thread, lost_thread, start_threads
 from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
 from ..buffers import aligned, round_up

@@ -1,1 +1,0 @@
-"""Reads and writes the streams of FJFormer and EasyLM."""

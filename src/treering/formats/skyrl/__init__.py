@@ -1,1 +1,0 @@
-"""Deltas of weights that SkyRL publishes."""

@@ -1,1 +1,0 @@
-"""Deltas of weights that slime, miles and vime publish for SGLang."""

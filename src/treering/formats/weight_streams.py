@@ -1,0 +1,186 @@
+"""Published versions of weights, most of them differences to an earlier one, as slime and SkyRL write them.
+
+slime, miles and vime publish them for SGLang's `/pull_weights`. `weight_deltas` reads the versions of both.
+"""
+
+import posixpath
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from .._core.source import Source
+from .._threads.preload_decoders import preload_decoders
+from ..errors import CorruptError, UnsupportedError
+from ..stores.file_io import read_file
+from ..stores.read_errors import refusal
+from ..stores.store import Store
+from ._shared import strict_json
+from .safetensors.folder import Index, index_of
+
+INDEX = "model.safetensors.index.json"
+MANIFEST = "manifest.json"
+
+
+class DeltaStream:
+    """Implements `treering.formats.Format` for versions in a stream. A complete version is a checkpoint in safetensors.
+
+    prefix, digits: the names of versions are the prefix and at least so many digits.
+    """
+
+    name = ""
+    suffixes: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
+    prefix = ""
+    digits = 0
+
+    def is_delta(self, store: Store, path: str) -> bool:
+        """Returns True for a folder of differences. Raises `CorruptError`."""
+        raise NotImplementedError
+
+    def refuses(self, store: Store, path: str) -> str | None:
+        if self._number_of(posixpath.basename(path)) is None:
+            return f"its name is not {self.prefix} and a number"
+        try:
+            return None if self.is_delta(store, path) else "it is no folder of differences"
+        except (CorruptError, OSError) as error:
+            return refusal(error, path)
+
+    def open(self, store: Store, path: str) -> Source:
+        from ._shared.weight_deltas import open_version
+
+        return open_version(self, store, path)
+
+    def read_delta(self, store: Store, path: str) -> Any:
+        """Returns the `weight_deltas.VersionDelta` of a version; None for a complete one. Raises `CorruptError`."""
+        raise NotImplementedError
+
+    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
+        from .safetensors import FORMAT as SAFETENSORS
+
+        found = {number: name for name in names if (number := self._number_of(name)) is not None}
+        return {
+            number: name
+            for number, name in found.items()
+            if any(one.refuses(store, posixpath.join(folder, name)) is None for one in (self, SAFETENSORS))
+        }
+
+    def path_of(self, stream: str, number: int) -> str:
+        """Returns the path of a version."""
+        return posixpath.join(stream, f"{self.prefix}{number:0{self.digits}d}")
+
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
+        return ()
+
+    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
+        raise UnsupportedError(
+            f"{path}: the format {self.name!r} is only read; publish with treering.Publisher, and keep a directory for "
+            "the engine with `treering pull`"
+        )
+
+    def _number_of(self, name: str) -> int | None:
+        match = re.fullmatch(rf"{self.prefix}([0-9]{{{self.digits},}})", name)
+        return int(match[1]) if match else None
+
+
+class Slime(DeltaStream):
+    """Implements `treering.formats.Format` for slime."""
+
+    name = "slime"
+    prefix = "weight_v"
+    digits = 6
+
+    def is_delta(self, store: Store, path: str) -> bool:
+        return _index(store, path) is not None
+
+    def read_delta(self, store: Store, path: str) -> Any:
+        from ._shared.weight_deltas import TensorDelta, VersionDelta, check_known
+
+        if (index := _index(store, path)) is None:
+            return None
+        weights, about = index
+        check_known(path, about["delta_encoding"], about.get("compression_format"), about.get("checksum_format"))
+        files = [store.stat(posixpath.join(path, name)) for name in dict.fromkeys(weights.values())]
+        nbytes = sum(one.nbytes for one in files if one)
+        parts = {key: TensorDelta(name, key, about["checksum_format"]) for key, name in weights.items()}
+        number, base = (_number(path, about.get(name)) for name in ("version", "base_version"))
+        return VersionDelta(path, number, base, about["delta_encoding"], parts, nbytes)
+
+
+def _index(store: Store, path: str) -> Index | None:
+    """Returns the index of a delta; None for another folder. Raises `CorruptError`."""
+    index = posixpath.join(path, INDEX)
+    there = store.stat(index)
+    found = index_of(store, index, deltas=True) if there and there.is_file else None
+    return found if found and "delta_encoding" in found.metadata else None
+
+
+def _number(path: str, text: object) -> int:
+    if not (isinstance(text, str) and text.isascii() and text.isdecimal()):
+        raise CorruptError(f"{path}: expected the number of a version in digits, found {text!r:.80}")
+    return int(text)
+
+
+SLIME = Slime()
+
+
+class _Tensor(msgspec.Struct):
+    name: str
+    payload_file: str
+    payload_key: str
+    checksum: str | None = None
+    checksum_algorithm: str = "xxh3-128"
+    sha256: str | None = None  # in place of `checksum`, as SkyRL wrote it at first
+    compressed_num_bytes: int = 0
+
+
+class _Manifest(msgspec.Struct):
+    version: int
+    base_version: int
+    payload_files: list[str]
+    tensors: list[_Tensor] = []
+
+
+preload_decoders(_Manifest)
+
+
+class SkyRL(DeltaStream):
+    """Implements `treering.formats.Format` for SkyRL."""
+
+    name = "skyrl"
+    prefix = "delta-"
+    digits = 8
+
+    def is_delta(self, store: Store, path: str) -> bool:
+        return _manifest(store, path) is not None
+
+    def read_delta(self, store: Store, path: str) -> Any:
+        from ._shared.weight_deltas import TensorDelta, VersionDelta, check_known
+
+        if (found := _manifest(store, path)) is None:
+            return None
+        parts: dict[str, TensorDelta] = {}
+        for one in found.tensors:
+            algorithm = "sha256" if one.checksum is None else one.checksum_algorithm
+            check_known(path, "xor", "zstd", algorithm)
+            if (checksum := one.checksum or one.sha256) is None:
+                raise CorruptError(f"{path}: expected the checksum of {one.name!r}, found none")
+            parts[one.name] = TensorDelta(one.payload_file, one.payload_key, algorithm, checksum)
+        nbytes = sum(one.compressed_num_bytes for one in found.tensors)
+        return VersionDelta(path, found.version, found.base_version, "xor", parts, nbytes)
+
+
+def _manifest(store: Store, path: str) -> _Manifest | None:
+    """Returns the manifest of a delta; None without one. Raises `CorruptError`."""
+    place = posixpath.join(path, MANIFEST)
+    there = store.stat(place)
+    if there is None or not there.is_file:
+        return None
+    try:
+        return msgspec.convert(strict_json.parse(read_file(store, place)), _Manifest)
+    except strict_json.MALFORMED as error:
+        raise CorruptError(f"{place}: expected the manifest of a delta: {error}") from None
+
+
+SKYRL = SkyRL()
