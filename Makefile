@@ -53,7 +53,7 @@ thorough: $(VENV)/test $(PAGES)
 
 # Slices of it, for MINUTES: those first that ran longest ago. The table says which ran on which commit.
 thorough-slices: $(VENV)/test $(PAGES)
-	$(RUN) tests/thorough.py --minutes $(MINUTES) benchmarks/results/thorough.md
+	$(RUN) tests/thorough.py --minutes $(MINUTES) --write benchmarks/results/thorough.md
 
 quick: $(VENV)/compiled
 	TEST_QUICK=1 $(RUN) -m pytest -m "not slow and not long" -n 3 --dist worksteal

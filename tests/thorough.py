@@ -1,4 +1,4 @@
-"""`python tests/thorough.py --minutes N FILE`: runs slices of `make thorough`, those first that ran longest ago.
+"""`python tests/thorough.py --minutes N --write FILE`: runs slices of `make thorough`, oldest results first.
 
 A slice is a folder of tests or a file, with all cases at all points (`TEST_STRIDE=1`). FILE has a row for each, with
 the commit on which it ran, so that all of it runs on one source within a few hours. A row is written when its slice
@@ -18,12 +18,8 @@ from typing import NamedTuple
 
 _TESTS = Path(__file__).parent
 _SEPARATE = 12  # A folder with more test files than this runs file by file.
-_HEAD = """# Thorough
-
-`make thorough` runs every test with all cases at all points, which takes hours. `make thorough-slices MINUTES=n` runs
-the slices that ran longest ago, for n minutes and until the last one has ended.
-
-| slice | commit | date | passed | failed | skipped | minutes |
+_BEGIN, _END = "<!-- thorough:begin -->\n", "<!-- thorough:end -->"
+_HEAD = """| slice | commit | date | passed | failed | skipped | minutes |
 | --- | --- | --- | ---: | ---: | ---: | ---: |
 """
 
@@ -98,17 +94,19 @@ def run(name: str) -> Row:
     )
 
 
-def table(rows: Mapping[str, Row]) -> str:
-    """Returns the page, without slices that are gone."""
-    return _HEAD + "".join(rows.get(name, Row(name)).text() + "\n" for name in slices())
+def write(file: Path, rows: Mapping[str, Row]) -> None:
+    """Writes the table into its page, without slices that are gone."""
+    before, after = file.read_text().split(_BEGIN)[0], file.read_text().split(_END)[1]
+    table = _HEAD + "".join(rows.get(name, Row(name)).text() + "\n" for name in slices())
+    file.write_text(before + _BEGIN + table + _END + after)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="thorough", description=__doc__)
     parser.add_argument("--minutes", type=float, required=True)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("--write", type=Path, required=True)
     given = parser.parse_args()
-    rows = read_rows(given.file.read_text()) if given.file.exists() else {}
+    rows = read_rows(given.write.read_text())
     end, failed = time.monotonic() + 60 * given.minutes, 0
     for name in sorted(slices(), key=lambda name: rows.get(name, Row(name)).date):
         if time.monotonic() > end:
@@ -116,7 +114,7 @@ def main() -> int:
         rows[name] = run(name)
         print(rows[name].text(), flush=True)
         failed += rows[name].failed
-        given.file.write_text(table(rows))
+        write(given.write, rows)
     return bool(failed)
 
 

@@ -403,17 +403,7 @@ def soak(hours: float, seed: int) -> Tally:
     raise AssertionError
 
 
-_HEADER = """# Soak
-
-`make soak HOURS=n` writes a row. Small training jobs (NNX modules with dropout, batch statistics and a Grain pipeline;
-low-rank adapters on frozen weights) run in one, two or four processes on a small disk, in a bucket, and with a local
-tier in front of a slow bucket. Every state that a life resumes or trains must have the bits of a job that was never
-interrupted, and every step that an evaluator next to it restores. No step that was reported as committed may be lost.
-Memory, descriptors, threads and requests must stay flat. The columns after "resumed" count steps.
-
-| date | commit | seed | hours | runs | lives | resumed | trained | committed | evaluated | ends and faults | differed |
-| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: |
-"""
+_END = "<!-- soak:end -->"
 
 
 def write_row(file: Path, seed: int, hours: float, tally: Tally) -> None:
@@ -423,8 +413,8 @@ def write_row(file: Path, seed: int, hours: float, tally: Tally) -> None:
     numbers = ("episodes", "lives", "restarts", "steps trained", "steps committed", "steps evaluated")
     cells = [str(datetime.date.today()), commit.stdout.strip(), str(seed), f"{hours:.2f}"]
     cells += [f"{counts[name]:,}" for name in numbers]
-    text = file.read_text() if file.exists() else _HEADER
-    file.write_text(text + f"| {' | '.join([*cells, faults, str(len(tally.differed))])} |\n")
+    row = f"| {' | '.join([*cells, faults, str(len(tally.differed))])} |\n"
+    file.write_text(file.read_text().replace(_END, row + _END))
 
 
 def main() -> int:
