@@ -232,10 +232,13 @@ class Episode:
 
     def _lose_disk(self) -> None:
         """Empties the local tier. What the remote tier lists must survive that."""
-        with _credentials(self.place):
-            self.committed = max(tr.steps(self.place.run), default=0)
+        self.committed = max(self._listed(), default=0)
         self.preempted = None
         shutil.rmtree(self.place.local[0], ignore_errors=True)
+
+    def _listed(self) -> list[int]:
+        with _credentials(self.place):
+            return tr.steps(self.place.run)
 
     # Checks
 
@@ -284,13 +287,17 @@ class Episode:
 
     def _check_run(self, name: str, kind: str) -> None:
         """Verifies every step of the run while no job writes it."""
+        if not self._listed():  # Nothing is uploaded yet.
+            return
         code, output = self._command("verify", self.place.run)
         self.tally.counts["verifications"] += 1
-        if code != 0 and self.committed:
+        if code != 0:
             self.differs(f"after {name} ({kind}): verify ended with {code}: {output}")
 
     def _visit(self) -> None:
         """Runs a command next to the job."""
+        if not self._listed():
+            return
         what = self.random.choice(("ls", "verify", "prune", "cp"))
         self.tally.counts[f"treering {what}"] += 1
         run = self.place.run
