@@ -26,7 +26,7 @@ import spec_reader
 import treering as tr
 from helpers import assert_same
 from hostile_input import flip
-from jobs import run_job
+from jobs import publish, run_job
 from treering import stores
 from treering._cli.main import cli
 from treering.errors import CorruptError, MismatchError, NotFoundError, SaveError, UnsupportedError
@@ -157,7 +157,7 @@ def test_few_bytes_are_sent_for_few_changes(tmp_path: pathlib.Path) -> None:
         (master + step * 3e-6 * rng.standard_normal(1 << 20, np.float32)).astype(ml_dtypes.bfloat16) for step in (0, 1)
     )
     _publish(f"{tmp_path}/s", [{"w": old}, {"w": new}, {"w": new}])
-    sent = [_reader(f"{tmp_path}/s", version).deltas["w"].nbytes for version in (2, 3)]
+    sent = [_reader(f"{tmp_path}/s", version).deltas["w"][0].stored.nbytes for version in (2, 3)]
     xor = zstandard.ZstdCompressor(level=1).compress((old.view(np.uint8) ^ new.view(np.uint8)).tobytes())
     assert sent[0] < 0.5 * len(xor) and sent[1] == 0
 
@@ -214,7 +214,9 @@ def test_a_publisher_that_starts_again_continues(stream: str, caplog: pytest.Log
     _publish(stream, trees[:2], full_every=5)
     _publish(stream, trees[1:4], first=3, full_every=5)  # Version 3 is version 2 again.
     third = _reader(stream, 3)
-    assert third.made_from and all(delta.count == 0 for delta in third.deltas.values())
+    assert third.made_from and all(
+        not part.delta or part.delta.count == 0 for parts in third.deltas.values() for part in parts
+    )
     _publish(stream, trees[4:], first=6, full_every=5)
     complete = [version for version in tr.steps(stream) if _reader(stream, version).made_from is None]
     assert tr.steps(stream) == [1, 2, 3, 4, 5, 6, 7, 8] and complete == [1, 6]
@@ -400,12 +402,54 @@ def test_a_version_that_was_written_otherwise_is_refused(tmp_path: pathlib.Path)
             tr.open(tmp_path / "step-00000002")
 
 
-def test_several_processes_publish_complete_versions(tmp_path: pathlib.Path) -> None:
-    results = run_job(tmp_path, "publish.in_parts", processes=2)
-    assert all("because several processes publish it" in result.output for result in results)
-    for version in (1, 2):
-        found = tr.open(tmp_path / "stream", step=version).restore()
-        assert np.array_equal(found["w"], np.arange(16.0) + version)
+def _check_version(stream: pathlib.Path, version: int, base: int | None) -> None:
+    """Checks a version of a job of several processes, also by the reader that was written from the page alone."""
+    values = publish.values(version)
+    expected = {**values, "fixed": publish.values(0)["fixed"], "tied": values["rows"]}
+    ckpt = tr.open(stream, step=version)
+    assert tr.verify(ckpt.path).ok and ckpt["n"] == version
+    other = spec_reader.Checkpoint(ckpt.path)
+    for name, array in expected.items():
+        found = ckpt[name][...]
+        assert found.dtype == array.dtype and found.tobytes() == array.tobytes(), name
+        leaf = other.leaves[name]
+        leaf = other.leaves[leaf[6]] if isinstance(leaf[6], str) else leaf
+        assert other.verdict(leaf) == "valid" and other.data(leaf) == array.tobytes(), name
+    made_from = _reader(str(stream), version).made_from
+    assert made_from == (base and made_from) and (not made_from or made_from.name == f"step-{base:08}")
+
+
+@pytest.mark.slow
+def test_each_process_publishes_its_differences(tmp_path: pathlib.Path) -> None:
+    """Jobs of other numbers of processes continue the stream, each with the parts that it has."""
+    stream = tmp_path / "stream"
+    results = run_job(tmp_path, "publish.publish", processes=2, devices=1, first=1, last=3)
+    assert not [result.output for result in results if "complete" in result.output]
+    results = run_job(tmp_path, "publish.publish", processes=4, devices=1, first=4, last=5)
+    assert not [result.output for result in results if "complete" in result.output]
+    fixed, rows = publish.values(0)["fixed"], publish.values(6)["rows"]
+    _publish(str(stream), [{**publish.values(6), "fixed": fixed, "tied": rows, "n": 6}], 6)
+    run_job(tmp_path, "publish.publish", processes=2, devices=2, first=7, last=7)
+    for version in range(1, 8):
+        _check_version(stream, version, version - 1 or None)
+    parts = _reader(str(stream), 3).deltas
+    assert [part.delta and part.delta.count for part in parts["fixed"]] == [0, 0] and len(parts["cells"]) == 2
+    assert {part.delta is None for part in parts["dense"]} == {True, False}
+    assert sum(file.size for file in _reader(str(stream), 3).files) < 40_000
+    (weights,) = tr.follow_weights(stream, timeout=0)
+    assert weights.version == 7 and np.array_equal(weights.tree["rows"], publish.values(7)["rows"])
+
+
+@pytest.mark.slow
+def test_a_process_dies_before_the_commit(tmp_path: pathlib.Path) -> None:
+    codes = {0: None, 1: -9}
+    run_job(
+        tmp_path, "publish.publish", processes=2, devices=1, recoverable=True, expect=codes, first=1, last=3, dies=3
+    )
+    assert tr.steps(tmp_path / "stream") == [1, 2]
+    run_job(tmp_path, "publish.publish", processes=2, devices=1, first=3, last=4)
+    for version in range(1, 5):
+        _check_version(tmp_path / "stream", version, version - 1 or None)
 
 
 def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
@@ -432,9 +476,10 @@ def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
-def test_golden_versions(version: int) -> None:
+@pytest.mark.parametrize("stream", ["v1-differences", "v1-differences-in-parts"])
+def test_golden_versions(stream: str, version: int) -> None:
     """The library and the independent reader find what was published by the release that introduced differences."""
-    path = pathlib.Path(__file__).parents[1] / "golden" / "v1-differences" / f"step-{version:08}"
+    path = pathlib.Path(__file__).parents[1] / "golden" / stream / f"step-{version:08}"
     expected = golden_trees.versions()[version - 1]
     assert tr.verify(path).ok and tr.open(path).metrics == {"reward": version / 4}
     assert bool(json.loads((path / "treering.json").read_bytes()).get("base")) == (version > 1)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import numpy as np
 
 from .. import stores
-from .._core import dtypes
 from .._core.boxes import Box
 from .._core.entries import ArrayEntry, step_number
 from .._core.source import Source, arrays_of, complete_arrays, origins
@@ -175,7 +174,5 @@ class _Made:
         found: list[np.ndarray] = []
         for entry, box in wanted:
             (path,) = origins(self._reader, [entry.path])
-            stored = self._arrays[path]
-            array = stored.view(dtypes.to_numpy(entry.dtype)).reshape(entry.shape)
-            found.append(array[(*(slice(begin, end) for begin, end in box), ...)])
+            found.append(deltas.piece_of(self._arrays[path], entry, box))
         return found
