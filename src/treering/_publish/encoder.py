@@ -11,6 +11,7 @@ another number of processes, or after a version that process 0 published alone.
 import dataclasses
 import logging
 import posixpath
+import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -247,6 +248,7 @@ class _Save:
             same,
         )
         self._version: Version | None = None
+        self.begun = time.perf_counter()
 
     def encode(
         self, target: Any, catalogue: Catalogue, shares: Mapping[int, Assignment] | None, supply: ShardSupply
@@ -299,7 +301,9 @@ class _Save:
             found[n] = made.data, Delta(made.data.size, made.changed, made.gap, before, after)
 
         in_parallel([*range(len(parts))], one)
-        changed = {parts[n].leaf for n, (_, delta) in found.items() if delta is None or delta.count}
+        changed = {parts[n].leaf for n, (_, delta) in found.items() if delta is None or delta.count}.difference(
+            self._same
+        )
         version.stable = {entries[part.leaf].path for part in parts if part.leaf not in changed}
         self._version = version
         return _encoded(target, catalogue, shares, parts, found, base)
@@ -474,6 +478,12 @@ def _open_newest(store: Store, root: str) -> Version | None:
     steps = run_layout.located_steps(store, root)
     if not steps:
         return None
+    if foreign := sorted(steps.keys() - run_layout.own_steps(store, root).keys()):
+        found = posixpath.basename(steps[foreign[0]].path)
+        raise MismatchError(
+            f"{root}: expected the versions of a Publisher, found {found}, which another program has written; nothing "
+            "was published; publish to another place"
+        )
     try:
         return _open(store, steps[max(steps)].path)
     except (CorruptError, UnsupportedError) as error:

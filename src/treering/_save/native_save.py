@@ -29,6 +29,7 @@ import datetime
 import functools
 import itertools
 import logging
+import math
 import posixpath
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .._core.boxes import Box, Cells, full_box
+from .._core.entries import ArrayEntry
 from .._core.skeleton import Skeleton
 from .._core.source import Written
 from .._processes import assignment
@@ -57,6 +59,7 @@ from ..formats.treering.manifest_fields import (
     Layout,
     Manifest,
     Placement,
+    Published,
     delta_row,
     parts_row,
 )
@@ -134,6 +137,8 @@ class ReportedPart(msgspec.Struct, array_like=True, frozen=True):
 
 
 preload_decoders(ReportedPart)
+# Arrays with differences, by leaf. Those of an array with several parts are in the order of its grid.
+_Differences = Mapping[int, tuple[Any, Delta | Sequence[Delta | None]]]
 
 
 class NativeSave:
@@ -152,6 +157,7 @@ class NativeSave:
         self._sinks: dict[str, Sink] = {}
         self._manifest = b""  # in process 0, once it is sealed
         self._is_complete = True  # in process 0, False for a checkpoint with differences
+        self._published: Published | None = None  # in process 0
         self._doubt: SaveError | None = None  # in process 0, the error that is `Committed.problem`
         self._sync_seconds = 0.0
 
@@ -184,7 +190,10 @@ class NativeSave:
             deltas.committed(outcome.identity, self._is_complete)
         shared_bytes = sum([one.shared_bytes for one in self._written])
         write_seconds = written_at - began - self._sync_seconds
-        return Written(outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes)
+        changed = self._published and self._published.share
+        return Written(
+            outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes, changed
+        )
 
     def begin(self) -> None:
         """Begins the save in process 0, joins it in its peers, and plans the files of this process."""
@@ -314,8 +323,12 @@ class NativeSave:
         copies = [[msgspec.convert(one, File) for one in report] for _, report, *_ in reports]
         runs = [runs for *_, runs, _ in reports]
         parts = [msgspec.convert(parts, list[ReportedPart]) for *_, parts in reports]
-        self._manifest = data = _manifest(job, self._plan.pieces, self._spread, listed, firsts, runs, parts)
-        self._is_complete = not _differences(job, parts)
+        differences = _differences(job, parts)
+        self._is_complete = not differences
+        self._published = _published(job, differences) if job.deltas else None
+        self._manifest = data = _manifest(
+            job, self._plan.pieces, self._spread, listed, firsts, runs, parts, differences, self._published
+        )
         others = [] if job.hosts else listed[1:]
         try:
             files.commit(data, lambda: _check_visible(self._store, job.path, others, self._call.timeout))
@@ -367,6 +380,8 @@ def _manifest(
     firsts: Sequence[Sequence[int]],
     runs: Sequence[Any],
     parts: Sequence[Sequence[ReportedPart]],
+    differences: _Differences,
+    published: Published | None,
 ) -> bytes:
     entries, everyone = job.catalogue.entries, job.shares
 
@@ -381,7 +396,6 @@ def _manifest(
         rows = layout.rows(job.catalogue, by_leaf, index)
         placement = layout.placement(job.catalogue)
     leaves: list[Any] = rows.leaves
-    differences = _differences(job, parts)
     for leaf, (array, delta) in differences.items():
         row = leaves[leaf]
         leaves[leaf] = delta_row(array, row.where, delta) if isinstance(delta, Delta) else parts_row(row, delta)
@@ -394,6 +408,7 @@ def _manifest(
             step=job.info.step,
             metrics=job.info.metrics,
             base=job.encoded.base if job.encoded and differences else None,
+            published=published,
             metadata=job.info.metadata,
             metadata_floats=job.info.metadata_floats,
             files=[file for report in listed for file in report],
@@ -425,10 +440,28 @@ def _files_of_parts(
     )
 
 
-def _differences(
-    job: Job, parts: Sequence[Sequence[ReportedPart]]
-) -> Mapping[int, tuple[Any, Delta | Sequence[Delta | None]]]:
-    """Returns the arrays with differences, by leaf. Those of an array with several parts are in the order of a grid."""
+def _published(job: Job, differences: _Differences) -> Published:
+    """Returns what a version sends, for the list of the stream."""
+    assert job.deltas
+    elements = changed = 0
+    for leaf, entry in enumerate(job.catalogue.entries):
+        if leaf in job.catalogue.tied or not isinstance(entry, ArrayEntry):
+            continue
+        array, delta = differences.get(leaf, (entry, None))
+        size = math.prod(array.shape)
+        elements += size
+        if isinstance(delta, Delta):
+            changed += min(delta.count, size)
+        elif delta is None or not job.shares:
+            changed += size
+        else:
+            sizes = Cells.of(job.shares[leaf].boxes)[0].sizes().tolist()
+            changed += sum(min(part.count, own) if part else own for part, own in zip(delta, sizes, strict=True))
+    return Published(elements, time.perf_counter() - job.deltas.begun, changed if differences else None)
+
+
+def _differences(job: Job, parts: Sequence[Sequence[ReportedPart]]) -> _Differences:
+    """Returns the arrays with differences."""
     if not job.own or not job.shares:
         return job.encoded.differences if job.encoded else {}
     found: dict[int, tuple[Any, Any]] = {}

@@ -135,7 +135,12 @@ class Encoded(NamedTuple):
 
 
 class Deltas(Protocol):
-    """What a save stores as differences to another checkpoint; see `_publish.encoder`."""
+    """What a save stores as differences to another checkpoint; see `_publish.encoder`.
+
+    begun: when the save began, by `time.perf_counter`.
+    """
+
+    begun: float
 
     def encode(
         self, target: Any, catalogue: Catalogue, shares: Mapping[int, Assignment] | None, supply: ShardSupply

@@ -223,12 +223,39 @@ class Base(msgspec.Struct, frozen=True):
     xxh3: _Checksum
 
 
+class Published(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a version of published weights has sent.
+
+    elements: those of all arrays.
+    changed: those that differ from the base, and all of arrays and pieces that are stored as they are; None without a
+        base.
+    seconds: from the call to the commit.
+    """
+
+    elements: _Natural
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    changed: _Natural | None = None
+
+    @property
+    def share(self) -> float | None:
+        """The share of the elements that changed; None without a base."""
+        return None if self.changed is None else self.changed / max(self.elements, 1)
+
+    @staticmethod
+    def of(found: Any) -> "Published | None":
+        """Returns the record of a manifest, or nothing if it is not as it should be."""
+        try:
+            return msgspec.convert(found, Published | None)
+        except msgspec.ValidationError:
+            return None
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Everything about a checkpoint except the arrays themselves.
 
     metadata_floats: the places in `metadata` of floats that JSON cannot write; `decode` puts the floats there.
     holders: `holders[h][i]` lists the files that may hold cell `i` of a layout with these holders.
-    iterators, boxes: an `IteratorInfo` by path, and `BoxesOfNodes`; anything else is ignored.
+    iterators, boxes, published: an `IteratorInfo` by path, `BoxesOfNodes`, and `Published`; anything else is ignored.
     """
 
     format: str
@@ -239,6 +266,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     step: int | None = None
     metrics: dict[str, float | str] = {}
     base: Base | None = None
+    published: Any = None
     metadata: Any = None
     metadata_floats: list[str] = []
     files: list[File]
@@ -265,10 +293,11 @@ class Summary(msgspec.Struct, frozen=True):
     step: int | None = None
     metrics: dict[str, float | str] = {}
     base: Base | None = None
+    published: Any = None
 
     def created_seconds(self) -> float:
         """Returns the time of the commit, in seconds since the epoch."""
         return as_utc(self.created).timestamp()
 
 
-preload_decoders(Manifest, Summary, BoxesOfNodes)
+preload_decoders(Manifest, Summary, BoxesOfNodes, Published)
