@@ -58,7 +58,8 @@ def follow_weights(
 
     Versions in between are logged and left out. Ends after the last version of a stream that is finished. The stream
     need not exist yet, and may be written again from the start: then the next version is read completely. One copy of
-    the arrays stays in host memory, which on CPUs is that of the tree itself: do not donate the tree. Raises
+    the arrays stays in host memory, which on CPUs is that of the tree itself: do not donate the tree. While a version
+    is read, the arrays that it changes are there twice, because the tree before stays as it is. Raises
     `MismatchError` if the versions do not fit `like`, and `UnsupportedError` for one of a later release.
     """
     versions = read_versions(stores.absolute_run(stream), version, timeout)

@@ -17,7 +17,7 @@ If several processes save an array, each stores the pieces that it writes, each 
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -36,6 +36,7 @@ _LEVEL = 1  # of zstd; more takes several times as long and saves 2 %
 _MAX_SHARE = 4  # A difference in more than one of so many elements is not sparse: the array is stored as it is.
 _CHUNK = 1 << 18  # elements that are compared at a time
 _ROUND = 1 << 15  # changes that are made at a time, so that their arrays fit the cache
+_MAX_READ_BYTES = 32 << 20  # of differences that are in memory at a time, unless those of one array have more
 _MAX_CHAIN = 10_000  # checkpoints, from one with deltas back to one that has the array itself
 
 
@@ -195,11 +196,12 @@ def read_arrays(
     last: dict[str, Sequence[Part]] = {}  # the newest difference of each array
     for one, here in reversed(chain):
         changed = [path for path in found if path in one.deltas]
-        stored = iter(one.read_parts([part for path in changed for part in one.deltas[path]]))
-        jobs = [(path, [(part, next(stored)) for part in one.deltas[path]]) for path in changed]
-        apply = functools.partial(_applied_to, one, reader, found)
-        for (path, _), array in zip(jobs, _map(jobs, apply), strict=True):
-            found[path], last[path] = array, one.deltas[path]
+        for group in _groups(one, changed):
+            stored = iter(one.read_parts([part for path in group for part in one.deltas[path]]))
+            jobs = [(path, [(part, next(stored)) for part in one.deltas[path]]) for path in group]
+            _map(jobs, functools.partial(_apply, one, reader, found))
+            del stored, jobs
+        last.update({path: one.deltas[path] for path in changed})
         if known is not None and one.identity == known_identity:
             found.update({path: known[path] for path in here if path in known})
             here = [path for path in here if path not in known]
@@ -211,6 +213,27 @@ def read_arrays(
             one.close_files()
     _map(list(last.items()), functools.partial(_check_result, reader, found))
     return found
+
+
+def _groups(one: Version, paths: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the paths of arrays whose differences are read together, so that few of their bytes are in memory."""
+    group, nbytes = list[str](), 0
+    for path in paths:
+        own = sum(part.stored.nbytes for part in one.deltas[path])
+        if group and nbytes + own > _MAX_READ_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(path)
+        nbytes += own
+    if group:
+        yield group
+
+
+def _apply(
+    one: Version, reader: Version, found: dict[str, np.ndarray], job: tuple[str, Sequence[tuple[Part, np.ndarray]]]
+) -> None:
+    """Puts the new array in place of the old one at once, which nothing else may need."""
+    found[job[0]] = _applied_to(one, reader, found, job)
 
 
 def _applied_to(
