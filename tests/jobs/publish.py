@@ -8,9 +8,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import golden_trees
+import s3
 import treering as tr
 from jobs import process
+from treering import stores
 from treering._save.native_save import NativeSave
+from treering.stores.objects.store import ObjectStore
 
 
 def values(version: int) -> dict[str, np.ndarray]:
@@ -42,12 +45,22 @@ def golden(stream: str) -> None:
             publisher.publish(version, {**tree, **parted}, metrics={"reward": version / 4})
 
 
-def publish(first: int, last: int, stream: str = "", dies: int = 0) -> None:
-    """Publishes versions of arrays of which each process has a part. Process 1 dies before the commit of `dies`."""
+def publish(first: int, last: int, server: str = "", dies: int = 0) -> None:
+    """Publishes versions of arrays of which each process has a part. Process 1 dies before the commit of `dies`.
+
+    server: publishes to a bucket there, in small objects.
+    """
     logging.basicConfig(format="%(message)s")
+    stream = str(process.tmp / "stream")
+    if server:
+        ObjectStore.object_bytes = 1 << 16
+        buckets = ObjectStore()
+        buckets.add("weights://tests", s3.client(server))
+        stores.register(buckets, "weights")
+        stream = f"weights://tests/{process.tmp.name}"
     mesh = process.mesh(2, process.COUNT * process.DEVICES // 2)
     fixed = process.put(values(0)["fixed"], P(("x", "y")), mesh)
-    with tr.Publisher(stream or process.tmp / "stream", timeout=8) as publisher:
+    with tr.Publisher(stream, timeout=8) as publisher:
         for version in range(first, last + 1):
             if version == dies and process.INDEX == 1:
                 publisher.wait()

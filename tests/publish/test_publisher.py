@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import accelerator
 import golden_trees
+import s3
 import spec_reader
 import treering as tr
 from helpers import assert_same
@@ -542,6 +543,23 @@ def test_each_process_publishes_its_differences(tmp_path: pathlib.Path) -> None:
     assert sent and sent.elements == 614_012 and 256 < (sent.changed or 0) <= 256 + 4 * 5 + 1
     (weights,) = tr.follow_weights(stream, timeout=0)
     assert weights.version == 7 and np.array_equal(weights.tree["rows"], publish.values(7)["rows"])
+
+
+@pytest.mark.slow
+def test_processes_publish_to_a_bucket(tmp_path: pathlib.Path, s3_server: str) -> None:
+    """There, parts are cut so that each fits an object."""
+    run_job(tmp_path, "publish.publish", processes=2, devices=1, first=1, last=3, server=s3_server)
+    buckets = ObjectStore()
+    buckets.add("weights://tests", s3.client(s3_server))
+    with stores.using(buckets, "weights"):
+        stream = f"weights://tests/{tmp_path.name}"
+        for version in (1, 2, 3):
+            ckpt, values = tr.open(stream, step=version), publish.values(version)
+            assert tr.verify(ckpt.path).ok and bool(_reader(stream, version).made_from) == (version > 1)
+            assert all(ckpt[name][...].tobytes() == values[name].tobytes() for name in values if name != "fixed")
+        assert len(_reader(stream, 3).deltas["replicated"]) > 30
+        (weights,) = tr.follow_weights(stream, timeout=0)
+        assert np.array_equal(weights.tree["replicated"], publish.values(3)["replicated"])
 
 
 @pytest.mark.slow

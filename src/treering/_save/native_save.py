@@ -229,7 +229,8 @@ class NativeSave:
             taken = [*plan.to_write, *itertools.chain(*(copy.pieces for copy in self._copies))]
             supply.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
         self._plan = plan
-        self._spread = _spread(job.catalogue, plan.pieces) if most else job.catalogue.shardings
+        alone = most and shares is None
+        self._spread = _spread(job.catalogue, plan.pieces) if alone else job.catalogue.shardings
         self._names = layout.names(token, len(plan.shared) + len(plan.files), call.index, call.count)
 
     def write_files(self) -> None:
