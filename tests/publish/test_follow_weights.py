@@ -97,6 +97,7 @@ with tr.Publisher(sys.argv[1]) as publisher:
 """
 
 
+@pytest.mark.slow
 def test_memory_of_a_follower(tmp_path: pathlib.Path) -> None:
     """Reading versions takes the memory of the arrays that change, however many versions are in between."""
     subprocess.run([sys.executable, "-c", _LARGE, str(tmp_path / "all")], check=True)
