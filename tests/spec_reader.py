@@ -15,7 +15,8 @@ import numpy as np
 import xxhash
 
 BLOCK = 1 << 20
-STATES, DELTA = ["iterator-states"], ["differences"]  # the features that this reader has
+# The features that this reader has
+STATES, DELTA, PARTS = ["iterator-states"], ["differences"], ["differences-in-parts"]
 LIMIT = 1 << 53  # of integers
 FIELDS = {"format", "version", "requires", "created", "software", "step", "metrics", "metadata", "files"}
 FIELDS |= {"base", "metadata_floats", "layouts", "holders", "placement", "static", "tree", "leaves", "xxh3"}
@@ -561,7 +562,16 @@ def check_array(leaf, earlier, files, layouts):
             need(type(lengths) is list and lengths and all(map(is_int, lengths)))
             need((kind, dtype, shape) == ("numpy", "uint8", [sum(lengths)]) and type(where.get("where")) in (int, list))
             check_array(plain(leaf), earlier, files, layouts)
-        if is_delta(leaf):
+        if is_parted(leaf):
+            parts = where.get("parts")
+            need(type(parts) is list and type(where.get("where")) is list)
+            check_array(plain(leaf), earlier, files, layouts)
+            need(len(parts) == math.prod(len(cut) - 1 for cut in layouts[where["where"][0]]["cuts"]))
+            for part in parts:
+                need(part is None or (type(part) is list and len(part) == 5))
+                need(part is None or (is_int(part[0]) and is_int(part[1]) and part[2] in (1, 2, 4, 8)))
+                need(part is None or (is_hex16(part[3]) and is_hex16(part[4])))
+        elif is_delta(leaf):
             need(is_int(where.get("nbytes")) and is_int(where.get("count")) and where.get("gap") in (1, 2, 4, 8))
             need(
                 is_hex16(where.get("base")) and is_hex16(where.get("xxh3")) and type(where.get("where")) in (int, list)
@@ -576,14 +586,44 @@ def is_states(leaf):
 
 
 def is_delta(leaf):
-    return type(leaf[6]) is dict and leaf[6].get("requires") == DELTA
+    return type(leaf[6]) is dict and leaf[6].get("requires") in (DELTA, PARTS)
+
+
+def is_parted(leaf):
+    return type(leaf[6]) is dict and leaf[6].get("requires") == PARTS
 
 
 def plain(leaf):
     """Returns a leaf of states, or of a difference, as the array in its files; another leaf as it is."""
-    if is_delta(leaf):
+    if is_delta(leaf) and not is_parted(leaf):
         return [*leaf[:2], "numpy", "uint8", [leaf[6]["nbytes"]], "", leaf[6]["where"]]
-    return [*leaf[:6], leaf[6]["where"]] if is_states(leaf) else leaf
+    return [*leaf[:6], leaf[6]["where"]] if is_states(leaf) or is_parted(leaf) else leaf
+
+
+def applied(before, data, dtype, count, gap, base, xxh3):
+    """Returns the bytes of an array, or of a piece, from those in the base and the stored difference."""
+    array = np.frombuffer(bytearray(before), np.uint8)
+    size = next(n for n in (8, 4, 2, 1) if stored_as(dtype)[2] % n == 0)
+    elements = array.view(f"<u{size}")
+    if xxhash.xxh3_64_hexdigest(array) != base or count > elements.size:
+        raise Damaged("another base")
+    if count:
+        import zstandard
+
+        data = zstandard.ZstdDecompressor().decompress(data, max_output_size=count * (gap + size))
+        if len(data) != count * (gap + size):
+            raise Damaged("another length")
+        place = -1
+        for n in range(count):
+            place += 1 + sum(data[n + count * byte] << 8 * byte for byte in range(gap))
+            change = sum(data[count * gap + n + count * byte] << 8 * byte for byte in range(size))
+            change = change // 2 if change % 2 == 0 else -(change + 1) // 2
+            if place >= elements.size:
+                raise Damaged("beyond the array")
+            elements[place] = (int(elements[place]) + change) % (1 << 8 * size)
+    if xxhash.xxh3_64_hexdigest(array) != xxh3:
+        raise Damaged("another array")
+    return array.tobytes()
 
 
 class Checkpoint:
@@ -683,7 +723,11 @@ class Checkpoint:
     def verdict(self, leaf):
         if type(leaf[6]) is dict and not (is_states(leaf) or is_delta(leaf)):
             return "unsupported"
-        verdicts = (file.verdict(name, plain(leaf)[3], piece) for file, name, _, piece in self.pieces(leaf))
+        pieces = list(self.pieces(leaf))
+        kinds = [(plain(leaf)[3], shape) for *_, shape in pieces]
+        if is_parted(leaf):
+            kinds = [(("uint8", [p[0]]) if p else kind) for p, kind in zip(leaf[6]["parts"], kinds, strict=True)]
+        verdicts = (file.verdict(name, *kind) for (file, name, *_), kind in zip(pieces, kinds, strict=True))
         found = next((verdict for verdict in verdicts if verdict != "valid"), "valid")
         if found == "valid" and is_delta(leaf):
             try:
@@ -719,27 +763,18 @@ class Checkpoint:
         old = other.leaves[old[6]] if old and type(old[6]) is str else old
         if other.checksum != base["xxh3"] or not old or old[3:5] != leaf[3:5] or other.verdict(old) != "valid":
             raise Damaged("another base")
-        array = np.frombuffer(bytearray(other.data(old)), np.uint8)
-        size = next(n for n in (8, 4, 2, 1) if stored_as(leaf[3])[2] % n == 0)
-        elements, count, gap = array.view(f"<u{size}"), where["count"], where["gap"]
-        if xxhash.xxh3_64_hexdigest(array) != where["base"] or count > elements.size:
-            raise Damaged("another base")
-        if count:
-            import zstandard
-
-            data = zstandard.ZstdDecompressor().decompress(self.data(plain(leaf)), max_output_size=count * (gap + size))
-            if len(data) != count * (gap + size):
-                raise Damaged("another length")
-            place = -1
-            for n in range(count):
-                place += 1 + sum(data[n + count * byte] << 8 * byte for byte in range(gap))
-                change = sum(data[count * gap + n + count * byte] << 8 * byte for byte in range(size))
-                change = change // 2 if change % 2 == 0 else -(change + 1) // 2
-                if place >= elements.size:
-                    raise Damaged("beyond the array")
-                elements[place] = (int(elements[place]) + change) % (1 << 8 * size)
-        if xxhash.xxh3_64_hexdigest(array) != where["xxh3"]:
-            raise Damaged("another array")
+        before = other.data(old)
+        if not is_parted(leaf):
+            described = [where[name] for name in ("count", "gap", "base", "xxh3")]
+            return applied(before, self.data(plain(leaf)), leaf[3], *described)
+        element = f"V{stored_as(leaf[3])[2]}"
+        array = np.frombuffer(bytearray(before), element).reshape(leaf[4])
+        for (file, name, begin, shape), part in zip(self.pieces(leaf), where["parts"], strict=True):
+            place = tuple(slice(a, a + n) for a, n in zip(begin, shape, strict=True))
+            data = file.data(name) if math.prod(shape) else b""
+            if part is not None:
+                data = applied(array[place].tobytes(), data if part[0] else b"", leaf[3], *part[1:])
+            array[place] = np.frombuffer(data, element).reshape(shape)
         return array.tobytes()
 
     def states(self, leaf, data):

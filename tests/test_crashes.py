@@ -28,7 +28,13 @@ from treering.stores.store import Store
 SCENARIOS = checks.scenarios()
 ONCE = [name for name, one in SCENARIOS.items() if one.broken != "killed twice"]
 # These have many states, and checking each takes long.
-FOR_TORTURE = ("orbax", "flax", "several array files: killed", "run: an error of the disk, with unchanged arrays")
+FOR_TORTURE = (
+    "orbax",
+    "flax",
+    "stream",
+    "several array files: killed",
+    "run: an error of the disk, with unchanged arrays",
+)
 CHECKED = [
     *(name for name in ONCE if not (SCENARIOS[name].broken and name.startswith(FOR_TORTURE))),
     "killed twice, then saved, overwriting",

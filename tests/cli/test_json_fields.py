@@ -26,7 +26,7 @@ ANY = {
 # `{*: …}` has keys from files, `[…]` is a list. The words after a command say how it is called.
 FIELDS = {
     "ls": "{path, finished, set_aside, steps: [{step, path, state, format, created, nbytes, metrics: {*}, pinned, "
-    "link, linked_by, deleted, latest}], closed, tier, survives, not_listed, free, best}",
+    "link, linked_by, base, changed, seconds, deleted, latest}], closed, tier, survives, not_listed, free, best}",
     "ls (of several runs)": "{path, runs: [{path, latest, created, nbytes, finished, error, not_listed, good, damaged, "
     "unsupported, closed, unfinished}]}",
     "ls (of checkpoints)": "{path, checkpoints: [{path, format, step, created, nbytes, error}]}",

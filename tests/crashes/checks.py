@@ -35,6 +35,7 @@ from .scenarios import Scenario
 from .scenarios_processes import together
 from .scenarios_runs import runs
 from .scenarios_single import foreign, native
+from .scenarios_streams import streams
 from .states import Crash, crashes
 
 __all__ = [
@@ -53,7 +54,7 @@ __all__ = [
 
 def scenarios() -> dict[str, Scenario]:
     """All of them, by name."""
-    return {scenario.name: scenario for scenario in (*native(), *together(), *runs(), *foreign())}
+    return {scenario.name: scenario for scenario in (*native(), *together(), *runs(), *streams(), *foreign())}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ import xxhash
 import treering as tr
 from helpers import assert_same
 from hostile_input import flip
-from treering.errors import CorruptError, UnsafeError, UnsupportedError
+from treering.errors import CorruptError, MismatchError, UnsafeError, UnsupportedError
 
 zstandard = pytest.importorskip("zstandard")
 RECEIVER = os.environ.get("SLIME_RECEIVER", "")  # the file local_checkpoint.py of slime's patch to SGLang
@@ -187,6 +187,15 @@ def test_damage_and_gaps_are_errors(write: Write, encoding: str, checksum: str, 
         tr.open(folders[1])
     os.symlink(tmp_path / "base", folders[0])  # what the error advises
     assert_same(tr.restore(folders[1]), _versions()[1])
+
+
+def test_another_trainer_continues_no_stream(tmp_path: pathlib.Path) -> None:
+    trees = _versions(2)
+    _full(tmp_path / "weight_v000001", trees[0])
+    slime(tmp_path, 2, trees[0], trees[1], "xor", "xxh3-128")
+    with tr.Publisher(tmp_path) as publisher, pytest.raises(MismatchError, match="found weight_v000001, which another"):
+        publisher.publish(3, trees[1])
+    assert not list(tmp_path.glob("step-*"))
 
 
 @pytest.mark.parametrize("write", [slime, skyrl])

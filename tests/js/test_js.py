@@ -84,7 +84,7 @@ def test_every_verdict_is_reached(js: node.Driver) -> None:
 def test_files_of_every_release_are_read(js: node.Driver) -> None:
     for path in sorted(GOLDEN.glob("v1-*")):
         folder = path / "1" if path.name == "v1-orbax-run" else path
-        if path.name == "v1-differences":  # JavaScript does not have this feature, and says so.
+        if path.name.startswith("v1-differences"):  # JavaScript does not have this feature, and says so.
             assert js("verify", str(path / "step-00000001")) == []
             with pytest.raises(node.CallError, match="found differences") as caught:
                 js("read", str(path / "step-00000002"), "f32")

@@ -20,6 +20,7 @@ import pytest
 import treering as tr
 from helpers import assert_same
 from hostile_input import flip
+from resident_memory import peak_bytes
 from treering.errors import MismatchError
 
 pytest.importorskip("zstandard")
@@ -84,6 +85,37 @@ def test_only_differences_are_read_again(tmp_path: pathlib.Path, monkeypatch: py
     reads.clear()  # those of the publisher, which begins again
     assert next(weights).version == 4
     assert {path for path, nbytes in reads if nbytes} == {"3", "4"} and sum(nbytes for _, nbytes in reads) < 500
+
+
+_LARGE = """
+import sys, jax.numpy as jnp, treering as tr
+tree = {f"w{n}": jnp.zeros(8 << 18) for n in range(12)}
+with tr.Publisher(sys.argv[1]) as publisher:
+    for version in range(1, 6):
+        names = ["w3"] if version == 5 else [*tree]
+        publisher.publish(version, tree := {**tree, **{name: tree[name].at[::4999].set(version) for name in names}})
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_a_follower(tmp_path: pathlib.Path) -> None:
+    """Reading versions takes the memory of the arrays that change, however many versions are in between."""
+    subprocess.run([sys.executable, "-c", _LARGE, str(tmp_path / "all")], check=True)
+
+    def arrive(*numbers: int) -> None:
+        for name in (f"step-{number:08}" for number in numbers):
+            shutil.copytree(tmp_path / "all" / name, tmp_path / "s" / name)
+
+    arrive(1)
+    like = {f"w{n}": jax.ShapeDtypeStruct((8 << 18,), np.float32) for n in range(12)}
+    versions = tr.follow_weights(tmp_path / "s", like=like, timeout=1)
+    shown = next(versions)
+    arrive(2, 3, 4)
+    grown, shown = peak_bytes(lambda: next(versions))
+    assert grown <= 96 + 64 and int(shown.tree["w3"][4999]) == 4
+    arrive(5)
+    grown, shown = peak_bytes(lambda: next(versions))
+    assert grown <= 8 + 64 and (int(shown.tree["w3"][4999]), int(shown.tree["w4"][4999])) == (5, 4)
 
 
 def test_leaves_that_become_another_array(tmp_path: pathlib.Path) -> None:

@@ -21,16 +21,20 @@ from click.testing import CliRunner
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import accelerator
 import golden_trees
+import s3
 import spec_reader
 import treering as tr
 from helpers import assert_same
 from hostile_input import flip
-from jobs import run_job
+from jobs import publish, run_job
 from treering import stores
 from treering._cli.main import cli
 from treering.errors import CorruptError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.formats.treering import deltas
+from treering.formats.treering.manifest import xxh3
+from treering.formats.treering.manifest_fields import Published
 from treering.formats.treering.read import Reader
 from treering.stores.objects.store import ObjectStore
 
@@ -147,6 +151,24 @@ def _delta(made: deltas.Difference) -> Any:
     return SimpleNamespace(count=made.changed, gap=made.gap)
 
 
+def test_ls_says_what_was_sent(tmp_path: pathlib.Path) -> None:
+    """Also for the hook of the trainer, and from a manifest whose record is not as it should be."""
+    reports: list[tr.SaveReport] = []
+    w = np.arange(4000.0)
+    trees = [{"w": w, "all": w[:1000]}, {"w": np.where(w < 10, -1, w), "all": w[:1000] + 1}]
+    _publish(str(tmp_path / "s"), [*trees, trees[1]], on_save=reports.append)
+    steps = json.loads(CliRunner().invoke(cli, ["ls", f"{tmp_path}/s", "--json"]).output)["steps"]
+    assert [(step["base"], step["changed"]) for step in steps] == [(None, None), (1, 1010 / 5000), (2, 0.0)]
+    assert all(0 < step["seconds"] < 60 for step in steps)
+    assert [report.changed for report in reports] == [step["changed"] for step in steps]
+    assert [report.nbytes for report in reports] == [step["nbytes"] for step in steps]
+    lines = CliRunner().invoke(cli, ["ls", f"{tmp_path}/s"]).output.splitlines()
+    assert "kind" in lines[0] and "complete" in lines[1] and "from 1" in lines[2] and "20.20%" in lines[2]
+    tr.save(tmp_path / "run" / "step-1", {"w": 1}, step=1)
+    assert "kind" not in CliRunner().invoke(cli, ["ls", f"{tmp_path}/run"]).output
+    assert Published.of({"elements": -1}) is None and Published.of([1]) is None and Published.of(None) is None
+
+
 def test_few_bytes_are_sent_for_few_changes(tmp_path: pathlib.Path) -> None:
     """A small step of bfloat16 weights takes less than half the bytes of the compressed exclusive or."""
     import zstandard
@@ -157,7 +179,7 @@ def test_few_bytes_are_sent_for_few_changes(tmp_path: pathlib.Path) -> None:
         (master + step * 3e-6 * rng.standard_normal(1 << 20, np.float32)).astype(ml_dtypes.bfloat16) for step in (0, 1)
     )
     _publish(f"{tmp_path}/s", [{"w": old}, {"w": new}, {"w": new}])
-    sent = [_reader(f"{tmp_path}/s", version).deltas["w"].nbytes for version in (2, 3)]
+    sent = [_reader(f"{tmp_path}/s", version).deltas["w"][0].stored.nbytes for version in (2, 3)]
     xor = zstandard.ZstdCompressor(level=1).compress((old.view(np.uint8) ^ new.view(np.uint8)).tobytes())
     assert sent[0] < 0.5 * len(xor) and sent[1] == 0
 
@@ -208,13 +230,41 @@ def test_arrays_that_are_the_same_object_are_not_copied(tmp_path: pathlib.Path) 
     assert np.array_equal(tr.open(tmp_path, step=4).restore()["frozen"], tree["frozen"])
 
 
+def test_unchanged_arrays_are_not_copied_from_devices(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that a step returns as new objects with the old values are recognized on their devices from then on."""
+    double = accelerator.install(monkeypatch)
+    spread = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
+    frozen = {"f": np.arange(9000, dtype=np.float32), "s": np.arange(4000, dtype=np.float32)}
+    copied: list[int] = []
+
+    def tree(version: int) -> dict[str, Any]:
+        f, w = (jax.device_put(array, jax.devices()[0]) for array in (frozen["f"], np.full(1000, float(version))))
+        return {"f": f, "w": w, "s": jax.device_put(frozen["s"], spread)}
+
+    with tr.Publisher(tmp_path, full_every=5) as publisher:
+        for version in range(1, 9):
+            frozen["s"][7] = max(version, 6)  # It changes again at last.
+            before = double.nbytes
+            publisher.publish(version, tree(version))
+            publisher.wait()
+            copied.append(double.nbytes - before)
+    w, f, s = 4000, 36_000, 16_000
+    assert copied[:3] == [w + f + s] * 3 and copied[4:7] == [w, w, w + s] and copied[7] in (w + s, w + s + f)
+    for version in range(1, 9):
+        found = tr.open(tmp_path, step=version).restore()
+        assert np.array_equal(found["f"], frozen["f"]) and found["s"][7] == max(version, 6)
+        assert (found["w"] == version).all()
+
+
 def test_a_publisher_that_starts_again_continues(stream: str, caplog: pytest.LogCaptureFixture) -> None:
     """It compares with the last version in the stream, and keeps the distance of complete versions."""
     trees = _history(7)
     _publish(stream, trees[:2], full_every=5)
     _publish(stream, trees[1:4], first=3, full_every=5)  # Version 3 is version 2 again.
     third = _reader(stream, 3)
-    assert third.made_from and all(delta.count == 0 for delta in third.deltas.values())
+    assert third.made_from and all(
+        not part.delta or part.delta.count == 0 for parts in third.deltas.values() for part in parts
+    )
     _publish(stream, trees[4:], first=6, full_every=5)
     complete = [version for version in tr.steps(stream) if _reader(stream, version).made_from is None]
     assert tr.steps(stream) == [1, 2, 3, 4, 5, 6, 7, 8] and complete == [1, 6]
@@ -366,8 +416,6 @@ def test_verify_names_a_damaged_base(tmp_path: pathlib.Path, monkeypatch: pytest
 
 def test_a_version_that_was_written_otherwise_is_refused(tmp_path: pathlib.Path) -> None:
     """A sealed manifest with other fields of a difference raises an error before anything is made of it."""
-    from treering.formats.treering.manifest import xxh3
-
     old, new = np.zeros(5000, np.uint8), np.zeros(5000, np.uint8)
     new[::100] = 1
     _publish(str(tmp_path), [{"w": old}, {"w": new}])
@@ -400,12 +448,130 @@ def test_a_version_that_was_written_otherwise_is_refused(tmp_path: pathlib.Path)
             tr.open(tmp_path / "step-00000002")
 
 
-def test_several_processes_publish_complete_versions(tmp_path: pathlib.Path) -> None:
-    results = run_job(tmp_path, "publish.in_parts", processes=2)
-    assert all("because several processes publish it" in result.output for result in results)
-    for version in (1, 2):
-        found = tr.open(tmp_path / "stream", step=version).restore()
-        assert np.array_equal(found["w"], np.arange(16.0) + version)
+def _sealed(path: pathlib.Path, manifest: dict[str, Any]) -> None:
+    """Writes a manifest with the right checksum."""
+    body = json.dumps({**manifest, "xxh3": None}, separators=(",", ":")).encode().removesuffix(b',"xxh3":null}')
+    path.unlink()
+    path.write_bytes(body + b',"xxh3":"' + xxh3(body).encode() + b'"}\n')
+
+
+def test_parts_that_were_written_otherwise_are_refused(tmp_path: pathlib.Path) -> None:
+    """A manifest with other parts raises an error before anything is made of them, here and in the other reader."""
+    golden = pathlib.Path(__file__).parents[1] / "golden" / "v1-differences-in-parts"
+    shutil.copytree(golden, tmp_path / "s")
+    path = tmp_path / "s" / "step-00000002" / "treering.json"
+    sound = json.loads(path.read_bytes())
+    (row,) = [n for n, leaf in enumerate(sound["leaves"]) if leaf[1] == "f32"]
+    first, second = sound["leaves"][row][6]["parts"]
+    size, count, gap, base, after = first
+    changes: list[tuple[Any, type[Exception]]] = [
+        ([first], UnsupportedError),
+        ([first, second, None], UnsupportedError),
+        ([first[:4], second], UnsupportedError),
+        ([[*first, 0], second], UnsupportedError),
+        ([[size, count, 3, base, after], second], UnsupportedError),
+        ([[size, count, gap, "no", after], second], UnsupportedError),
+        (None, UnsupportedError),
+        ([None, second], UnsupportedError),  # The tensor is not one of the array.
+        ([[size - 1, count, gap, base, after], second], UnsupportedError),
+        ([second, first], UnsupportedError if second[0] != size else CorruptError),
+        ([[size, count + 1, gap, base, after], second], CorruptError),
+        ([[size, 301, gap, base, after], second], CorruptError),
+        ([[size, count, gap, base, second[4]], second], CorruptError),
+    ]
+    for parts, error in changes:
+        changed = json.loads(json.dumps(sound))
+        changed["leaves"][row][6]["parts"] = parts
+        _sealed(path, changed)
+        with pytest.raises(error):
+            tr.restore(tmp_path / "s" / "step-00000002")
+        try:
+            found = spec_reader.Checkpoint(path.parent)
+            verdict = found.verdict(found.leaves["f32"])
+        except spec_reader.Unsupported as refused:
+            verdict = refused.verdict
+        assert verdict == {CorruptError: "damaged", UnsupportedError: "unsupported"}[error], parts
+
+
+def test_a_stream_that_another_release_or_model_writes(tmp_path: pathlib.Path) -> None:
+    """Followers raise one error, show nothing, and a publisher that cannot read the last version says so."""
+    _publish(str(tmp_path), [{"w": np.zeros(10)}, {"w": np.ones(10)}])
+    for like, problem in (({"v": np.zeros(10)}, "v"), ({"w": np.zeros((2, 5))}, "w"), ({"w": np.zeros(10, int)}, "w")):
+        with pytest.raises(MismatchError, match=problem):
+            next(tr.follow_weights(tmp_path, like=like, timeout=0))
+    path = tmp_path / "step-00000002" / "treering.json"
+    _sealed(path, {**json.loads(path.read_bytes()), "version": 2})
+    with pytest.raises(UnsupportedError, match="found version 2"):
+        next(tr.follow_weights(tmp_path, timeout=0))
+
+
+def _check_version(stream: pathlib.Path, version: int, base: int | None) -> None:
+    """Checks a version of a job of several processes, also by the reader that was written from the page alone."""
+    values = publish.values(version)
+    expected = {**values, "fixed": publish.values(0)["fixed"], "tied": values["rows"]}
+    ckpt = tr.open(stream, step=version)
+    assert tr.verify(ckpt.path).ok and ckpt["n"] == version
+    other = spec_reader.Checkpoint(ckpt.path)
+    for name, array in expected.items():
+        found = ckpt[name][...]
+        assert found.dtype == array.dtype and found.tobytes() == array.tobytes(), name
+        leaf = other.leaves[name]
+        leaf = other.leaves[leaf[6]] if isinstance(leaf[6], str) else leaf
+        assert other.verdict(leaf) == "valid" and other.data(leaf) == array.tobytes(), name
+    made_from = _reader(str(stream), version).made_from
+    assert made_from == (base and made_from) and (not made_from or made_from.name == f"step-{base:08}")
+
+
+@pytest.mark.slow
+def test_each_process_publishes_its_differences(tmp_path: pathlib.Path) -> None:
+    """Jobs of other numbers of processes continue the stream, each with the parts that it has."""
+    stream = tmp_path / "stream"
+    results = run_job(tmp_path, "publish.publish", processes=2, devices=1, first=1, last=3)
+    assert not [result.output for result in results if "complete" in result.output]
+    results = run_job(tmp_path, "publish.publish", processes=4, devices=1, first=4, last=5)
+    assert not [result.output for result in results if "complete" in result.output]
+    fixed, rows = publish.values(0)["fixed"], publish.values(6)["rows"]
+    _publish(str(stream), [{**publish.values(6), "fixed": fixed, "tied": rows, "n": 6}], 6)
+    run_job(tmp_path, "publish.publish", processes=2, devices=2, first=7, last=7)
+    for version in range(1, 8):
+        _check_version(stream, version, version - 1 or None)
+    parts = _reader(str(stream), 3).deltas
+    assert [part.delta and part.delta.count for part in parts["fixed"]] == [0, 0] and len(parts["cells"]) == 2
+    assert {part.delta is None for part in parts["dense"]} == {True, False}
+    assert sum(file.size for file in _reader(str(stream), 3).files) < 40_000
+    sent = Published.of(_reader(str(stream), 3)._manifest.published)
+    assert sent and sent.elements == 614_012 and 256 < (sent.changed or 0) <= 256 + 4 * 5 + 1
+    (weights,) = tr.follow_weights(stream, timeout=0)
+    assert weights.version == 7 and np.array_equal(weights.tree["rows"], publish.values(7)["rows"])
+
+
+@pytest.mark.slow
+def test_processes_publish_to_a_bucket(tmp_path: pathlib.Path, s3_server: str) -> None:
+    """There, parts are cut so that each fits an object."""
+    run_job(tmp_path, "publish.publish", processes=2, devices=1, first=1, last=3, server=s3_server)
+    buckets = ObjectStore()
+    buckets.add("weights://tests", s3.client(s3_server))
+    with stores.using(buckets, "weights"):
+        stream = f"weights://tests/{tmp_path.name}"
+        for version in (1, 2, 3):
+            ckpt, values = tr.open(stream, step=version), publish.values(version)
+            assert tr.verify(ckpt.path).ok and bool(_reader(stream, version).made_from) == (version > 1)
+            assert all(ckpt[name][...].tobytes() == values[name].tobytes() for name in values if name != "fixed")
+        assert len(_reader(stream, 3).deltas["replicated"]) > 30
+        (weights,) = tr.follow_weights(stream, timeout=0)
+        assert np.array_equal(weights.tree["replicated"], publish.values(3)["replicated"])
+
+
+@pytest.mark.slow
+def test_a_process_dies_before_the_commit(tmp_path: pathlib.Path) -> None:
+    codes = {0: None, 1: -9}
+    run_job(
+        tmp_path, "publish.publish", processes=2, devices=1, recoverable=True, expect=codes, first=1, last=3, dies=3
+    )
+    assert tr.steps(tmp_path / "stream") == [1, 2]
+    run_job(tmp_path, "publish.publish", processes=2, devices=1, first=3, last=4)
+    for version in range(1, 5):
+        _check_version(tmp_path / "stream", version, version - 1 or None)
 
 
 def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
@@ -432,9 +598,10 @@ def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
-def test_golden_versions(version: int) -> None:
+@pytest.mark.parametrize("stream", ["v1-differences", "v1-differences-in-parts"])
+def test_golden_versions(stream: str, version: int) -> None:
     """The library and the independent reader find what was published by the release that introduced differences."""
-    path = pathlib.Path(__file__).parents[1] / "golden" / "v1-differences" / f"step-{version:08}"
+    path = pathlib.Path(__file__).parents[1] / "golden" / stream / f"step-{version:08}"
     expected = golden_trees.versions()[version - 1]
     assert tr.verify(path).ok and tr.open(path).metrics == {"reward": version / 4}
     assert bool(json.loads((path / "treering.json").read_bytes()).get("base")) == (version > 1)

@@ -132,12 +132,14 @@ def _print_csv(rows: Sequence[dict[str, Any]]) -> None:
 
 def _print_listing(listing: "Listing", best: int | None) -> None:
     metrics = list(dict.fromkeys(name for row in listing.rows for name in row.metrics))
-    head = ["step", "saved", "size", *map(safe, metrics), "notes"]
+    is_stream = any(row.seconds is not None for row in listing.rows)
+    head = ["step", "saved", "size", *["kind", "changed", "seconds"] * is_stream, *map(safe, metrics), "notes"]
     rows = []
     for row in listing.rows:
         numbers = [number(row.metrics[name], 6) if name in row.metrics else "" for name in metrics]
         notes = ", ".join(_row_notes(row, listing, best))
-        rows.append([str(row.step), local_time(row.created), nbytes(row.nbytes), *numbers, notes])
+        sent = _sent(row) if is_stream else []
+        rows.append([str(row.step), local_time(row.created), nbytes(row.nbytes), *sent, *numbers, notes])
     table(head, rows, left=["notes"])
     parts = [count(len(listing.rows), "step"), _total(listing), *(["finished"] if listing.finished else [])]
     if listing.archived:
@@ -294,14 +296,19 @@ def _row_fields(row: "Row") -> dict[str, Any]:
     return {**fields, "created": utc_time(row.created)}
 
 
+def _sent(row: "Row") -> list[str]:
+    """Returns what a version of a stream is made from, the share of its elements that changed, and the seconds."""
+    kind = "" if row.state != "good" else "complete" if row.base is None else f"from {row.base}"
+    changed = "" if row.changed is None else f"{row.changed:.2%}"
+    return [kind, changed, "" if row.seconds is None else number(row.seconds, 3)]
+
+
 def _row_notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
     notes = []
     if row.state != "good":
         notes.append(click.style(row.state, fg=_STATE_COLORS.get(row.state)))
     if row.format != "treering":
         notes.append(row.format)
-    if row.saved and row.saved.base is not None:
-        notes.append(f"made from {row.saved.base}")
     notes += ["latest"] * (row.step == listing.latest) + ["best"] * (row.step == best and row.state == "good")
     notes += ["pinned"] * row.pinned + ["link"] * row.link + [f"link {safe(name)} leads here" for name in row.linked_by]
     return notes + [click.style("would be deleted", fg="yellow")] * row.deleted

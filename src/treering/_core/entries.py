@@ -48,20 +48,6 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
         return ArrayEntry(path, self.type, self.dtype, self.shape, self.impl)
 
 
-class DeltaEntry(ArrayEntry, tag="delta", frozen=True, gc=False):
-    """An array that is saved as its difference to the same leaf of another checkpoint.
-
-    The fields of an array are those of the stored bytes. `array` has those of the array itself. For the rest see
-    `manifest_fields.Delta`.
-    """
-
-    array: ArrayEntry = ArrayEntry("", "numpy", "uint8", ())
-    count: int = 0
-    gap: int = 1
-    base: str = ""
-    xxh3: str = ""
-
-
 class LostEntry(ArrayEntry, tag="lost", frozen=True, gc=False):
     """A damaged leaf or a damaged part of the tree: it should exist and cannot be read.
 

@@ -227,13 +227,17 @@ def item_names(source: Source) -> tuple[str, ...] | None:
 
 
 class Written(NamedTuple):
-    """The result of a write: the bytes stored, the seconds of each stage, and the bytes that were not written again."""
+    """The result of a write: the bytes stored, the seconds of each stage, and the bytes that were not written again.
+
+    changed: of a version of published weights, the share of the elements that changed; None if it is complete.
+    """
 
     nbytes: int
     write_seconds: float
     sync_seconds: float = 0.0
     commit_seconds: float = 0.0
     shared_bytes: int = 0
+    changed: float | None = None
 
 
 class Subtree:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import numpy as np
 
 from .. import stores
-from .._core import dtypes
 from .._core.boxes import Box
 from .._core.entries import ArrayEntry, step_number
 from .._core.source import Source, arrays_of, complete_arrays, origins
@@ -59,7 +58,8 @@ def follow_weights(
 
     Versions in between are logged and left out. Ends after the last version of a stream that is finished. The stream
     need not exist yet, and may be written again from the start: then the next version is read completely. One copy of
-    the arrays stays in host memory, which on CPUs is that of the tree itself: do not donate the tree. Raises
+    the arrays stays in host memory, which on CPUs is that of the tree itself: do not donate the tree. While a version
+    is read, the arrays that it changes are there twice, because the tree before stays as it is. Raises
     `MismatchError` if the versions do not fit `like`, and `UnsupportedError` for one of a later release.
     """
     versions = read_versions(stores.absolute_run(stream), version, timeout)
@@ -175,7 +175,5 @@ class _Made:
         found: list[np.ndarray] = []
         for entry, box in wanted:
             (path,) = origins(self._reader, [entry.path])
-            stored = self._arrays[path]
-            array = stored.view(dtypes.to_numpy(entry.dtype)).reshape(entry.shape)
-            found.append(array[(*(slice(begin, end) for begin, end in box), ...)])
+            found.append(deltas.piece_of(self._arrays[path], entry, box))
         return found

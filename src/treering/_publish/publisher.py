@@ -35,7 +35,8 @@ class Publisher:
     metadata, on_save, on_error, timeout: as for `Checkpointer`.
 
     One `Publisher` at a time writes a stream. One that starts again continues it. With several processes, all make the
-    same calls, each writes its part, and every version is stored completely, which is logged.
+    same calls, and each writes what has changed in its part. Versions that one process must write for all are complete,
+    which is logged: those of rules for which a process needs parts of its peers.
     """
 
     def __init__(

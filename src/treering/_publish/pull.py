@@ -54,7 +54,9 @@ def _written(root: str, target: str, ckpt: Checkpoint) -> tuple[int, bool]:
     mark = {"stream": root, "version": ckpt.step, "identity": ckpt._source.identity}
     # Only the identity of a native version depends on the values of its arrays.
     is_new = ckpt.format != "treering" or _mark_in(target) != mark
-    if is_new:
+    if not is_new:  # The call that wrote it was perhaps killed before its name was durable.
+        stores.get(target).settle(os.path.dirname(target))
+    else:
         save(
             target, ckpt, format="safetensors", overwrite=True, metadata=mark, max_shard_size=_SHARD_BYTES,
             processes="this",

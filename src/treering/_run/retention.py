@@ -321,7 +321,8 @@ class Retention:
             try:
                 if step not in bases.values() and not self._is_protected(step, path, linked):
                     self._deletion_queue.add(f"deleting {path}", self._directory.remove(path, guard=guard))
-                    bases.pop(step, None)
+                    if bases.pop(step, None) is not None:  # A power cut must not bring it back without its base.
+                        self._steps.store.settle(path)
             except MismatchError as error:
                 _log.info("step %d stays: %s", step, error)
             except UnsupportedError as error:

@@ -16,6 +16,7 @@ from .._core.values import encode_float
 from .._threads.forks import free_in_children
 from ..errors import CorruptError, TreeringError, UnsupportedError
 from ..formats.treering import summary
+from ..formats.treering.manifest_fields import Published
 from ..keep import Saved
 from ..stores.nfs import warn_unlistable
 from ..stores.read_errors import ReplacedError, UnreadableError, raise_if_momentary, reading
@@ -30,9 +31,10 @@ _MTIME_SETTLE_SECONDS = 2.0  # A later change of a directory surely shows in its
 
 @dataclasses.dataclass(frozen=True)
 class SavedStep(Saved):
-    """A saved step, with the names of the metrics that came after the save."""
+    """A saved step, with the names of the metrics that came after the save, and what a published version has sent."""
 
     late_metrics: frozenset[str] = frozenset()
+    published: Published | None = None
 
 
 def unwanted_emptied(
@@ -204,7 +206,9 @@ class StepCatalog:
 
     def _saved(self, step: int, found: summary.StepSummary) -> SavedStep:
         base = None if found.base is None else run_layout.parse_step_name(found.base, self.prefix)
-        return SavedStep(step, found.metrics, found.created_seconds, found.nbytes, found.linked, base, found.late)
+        return SavedStep(
+            step, found.metrics, found.created_seconds, found.nbytes, found.linked, base, found.late, found.published
+        )
 
     def mark_damaged(self, step: int, path: str) -> None:
         """Remembers that reading a step has shown damage, until the step is replaced."""

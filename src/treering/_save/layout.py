@@ -158,6 +158,22 @@ class FileIndex:
         return tuple(tuple(self._before[process] for process in own) for own in holders)
 
 
+class ReportedFiles(FileIndex):
+    """The files of pieces as the processes have reported them, by the leaf and its box."""
+
+    def __init__(self, files: Mapping[tuple[int, Box], int]):
+        self._files = files
+
+    def of(self, process: int, leaf: int, box: Box) -> int:
+        return self._files[leaf, box]
+
+    def of_share(self, leaf: int, share: Assignment) -> list[int]:
+        return [self._files[leaf, box] for box in share.boxes]
+
+    def of_all(self, holders: LeafFiles) -> LeafFiles | None:
+        return None
+
+
 class Rows(NamedTuple):
     """The leaf rows of the manifest in tree order.
 

@@ -29,6 +29,7 @@ import datetime
 import functools
 import itertools
 import logging
+import math
 import posixpath
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,8 +37,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .._core.boxes import Box, full_box
-from .._core.entries import DeltaEntry
+from .._core.boxes import Box, Cells, full_box
+from .._core.entries import ArrayEntry
 from .._core.skeleton import Skeleton
 from .._core.source import Written
 from .._processes import assignment
@@ -46,11 +47,22 @@ from .._processes.calls import Call, raise_error_of_process_0
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.leaves import Catalogue
 from .._threads.pool import ThreadPool
+from .._threads.preload_decoders import preload_decoders
 from .._threads.python_gc import gc_paused
 from ..errors import SaveError, TreeringError, UnsupportedError
 from ..formats.treering import host_files, manifest
 from ..formats.treering.commit import Transaction
-from ..formats.treering.manifest_fields import Base, BoxesOfNodes, File, Layout, Manifest, Placement, delta_row
+from ..formats.treering.manifest_fields import (
+    BoxesOfNodes,
+    Delta,
+    File,
+    Layout,
+    Manifest,
+    Placement,
+    Published,
+    delta_row,
+    parts_row,
+)
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
@@ -60,7 +72,7 @@ from .info import Info
 from .layout import PlannedFile
 from .room import Room, RoomMaker
 from .second_copies import OptionalSink, PlannedCopy
-from .shared_files import Deltas, Reuse, SharedFile, WrittenFile, share, with_answer
+from .shared_files import Deltas, Encoded, OwnParts, Reuse, SharedFile, WrittenFile, share, with_answer
 
 _log = logging.getLogger("treering")
 _PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
@@ -72,7 +84,7 @@ class Job(NamedTuple):
     `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
     for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
     is None. `room_maker` frees room if a disk is full. `reuse` finds arrays that earlier steps have; None writes all.
-    `deltas` has made differences of arrays to those of `base`.
+    `deltas` has made the differences that `encoded` describes.
     """
 
     path: str
@@ -85,7 +97,12 @@ class Job(NamedTuple):
     room_maker: RoomMaker | None = None
     reuse: Reuse | None = None
     deltas: Deltas | None = None
-    base: Base | None = None
+    encoded: Encoded | None = None
+
+    @property
+    def own(self) -> OwnParts | None:
+        """The parts of arrays that this process writes; None if it writes its shares of the leaves."""
+        return self.encoded and self.encoded.own
 
 
 class Committed(NamedTuple):
@@ -95,12 +112,33 @@ class Committed(NamedTuple):
     manifest_bytes: the size of the manifest.
     differing: the second copies that differ from the files that they copy.
     problem: why the manifest is perhaps not durable or not in place; None if the save has succeeded.
+    identity: that of the checkpoint, if the save has `deltas`; else "".
     """
 
     nbytes: int
     manifest_bytes: int
     differing: list[str]
     problem: str | None
+    identity: str
+
+
+class ReportedPart(msgspec.Struct, array_like=True, frozen=True):
+    """A part of an array that a process has written.
+
+    leaf, box: the numbers of the leaf and of its box; see `OwnParts`.
+    file: the number of the file among those of the process.
+    delta: how the part is a difference; None if it is stored as it is.
+    """
+
+    leaf: int
+    box: int
+    file: int
+    delta: Delta | None
+
+
+preload_decoders(ReportedPart)
+# Arrays with differences, by leaf. Those of an array with several parts are in the order of its grid.
+_Differences = Mapping[int, tuple[Any, Delta | Sequence[Delta | None]]]
 
 
 class NativeSave:
@@ -118,6 +156,8 @@ class NativeSave:
         self._copied: list[File] = []
         self._sinks: dict[str, Sink] = {}
         self._manifest = b""  # in process 0, once it is sealed
+        self._is_complete = True  # in process 0, False for a checkpoint with differences
+        self._published: Published | None = None  # in process 0
         self._doubt: SaveError | None = None  # in process 0, the error that is `Committed.problem`
         self._sync_seconds = 0.0
 
@@ -147,10 +187,13 @@ class NativeSave:
             ]
             reuse.committed(self._written)
         if deltas := self._job.deltas:
-            deltas.committed(manifest.xxh3(self._manifest))
+            deltas.committed(outcome.identity, self._is_complete)
         shared_bytes = sum([one.shared_bytes for one in self._written])
         write_seconds = written_at - began - self._sync_seconds
-        return Written(outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes)
+        changed = self._published and self._published.share
+        return Written(
+            outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes, changed
+        )
 
     def begin(self) -> None:
         """Begins the save in process 0, joins it in its peers, and plans the files of this process."""
@@ -175,8 +218,8 @@ class NativeSave:
 
     def _make_plan(self, token: str, bases: Any) -> None:
         job, supply, call, most = self._job, self._supply, self._call, self._store.object_bytes
-        entries, shares = job.catalogue.entries, job.shares
-        if shares and most:
+        entries, shares = (job.own.entries, job.own.shares) if job.own else (job.catalogue.entries, job.shares)
+        if shares and most and not job.own:
             shares = assignment.cut_assignments(entries, shares, most)
             self._job = job._replace(shares=shares)
         plan = file_plan.plan_files(entries, supply, shares, call.index, most, job.reuse, bases)
@@ -186,7 +229,8 @@ class NativeSave:
             taken = [*plan.to_write, *itertools.chain(*(copy.pieces for copy in self._copies))]
             supply.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
         self._plan = plan
-        self._spread = _spread(job.catalogue, plan.pieces) if most else job.catalogue.shardings
+        alone = most and shares is None
+        self._spread = _spread(job.catalogue, plan.pieces) if alone else job.catalogue.shardings
         self._names = layout.names(token, len(plan.shared) + len(plan.files), call.index, call.count)
 
     def write_files(self) -> None:
@@ -247,7 +291,7 @@ class NativeSave:
         call.set_activity("waiting for the commit")
         firsts = itertools.accumulate((len(one.numbers) for one in self._written), initial=0)
         report = [(one.listed, first) for one, first in zip(self._written, firsts, strict=False)]
-        message = msgspec.to_builtins([report, self._copied, self._plan.runs])
+        message = msgspec.to_builtins([report, self._copied, self._plan.runs, self._parts()])
         outcome = Committed(*self._room.gather_and_decide(message, self._publish))
         try:
             if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
@@ -259,15 +303,33 @@ class NativeSave:
             files.close()
         return outcome
 
+    def _parts(self) -> list[ReportedPart]:
+        encoded, own = self._job.encoded, self._job.own
+        if not encoded or not own:
+            return []
+        first, found = 0, list[ReportedPart]()
+        for file, one in enumerate(self._written):
+            for piece in self._plan.pieces[first : first + len(one.numbers)]:
+                delta = encoded.differences.get(piece.leaf)
+                found.append(ReportedPart(*own.leaves[piece.leaf], file, delta and delta[1]))
+            first += len(one.numbers)
+        return found
+
     def _publish(self, reports: Sequence[Any]) -> list[Any]:
         """Seals the manifest of the files that all processes report, and publishes it. Called in process 0."""
         files, job = self._files, self._job
         assert isinstance(files, Transaction)
-        listed = [[msgspec.convert(one, File) for one, _ in report] for report, _, _ in reports]
-        firsts = [[first for _, first in report] for report, _, _ in reports]
-        copies = [[msgspec.convert(one, File) for one in report] for _, report, _ in reports]
-        runs = [runs for _, _, runs in reports]
-        self._manifest = data = _manifest(job, self._plan.pieces, self._spread, listed, firsts, runs)
+        listed = [[msgspec.convert(one, File) for one, _ in report] for report, *_ in reports]
+        firsts = [[first for _, first in report] for report, *_ in reports]
+        copies = [[msgspec.convert(one, File) for one in report] for _, report, *_ in reports]
+        runs = [runs for *_, runs, _ in reports]
+        parts = [msgspec.convert(parts, list[ReportedPart]) for *_, parts in reports]
+        differences = _differences(job, parts)
+        self._is_complete = not differences
+        self._published = _published(job, differences) if job.deltas else None
+        self._manifest = data = _manifest(
+            job, self._plan.pieces, self._spread, listed, firsts, runs, parts, differences, self._published
+        )
         others = [] if job.hosts else listed[1:]
         try:
             files.commit(data, lambda: _check_visible(self._store, job.path, others, self._call.timeout))
@@ -277,7 +339,8 @@ class NativeSave:
             self._doubt = error
         nbytes = len(data) + sum(file.size for report in listed for file in report)
         differing = second_copies.differing_copies(listed, copies) if any(copies) else []
-        return list(Committed(nbytes, len(data), differing, self._doubt and str(self._doubt)))
+        identity = manifest.xxh3(data) if job.deltas else ""
+        return list(Committed(nbytes, len(data), differing, self._doubt and str(self._doubt), identity))
 
     def _share_manifest(self, nbytes: int) -> None:
         """Sends the manifest that process 0 has committed to the other disks. A disk that misses it gets it later."""
@@ -317,6 +380,9 @@ def _manifest(
     listed: Sequence[Sequence[File]],
     firsts: Sequence[Sequence[int]],
     runs: Sequence[Any],
+    parts: Sequence[Sequence[ReportedPart]],
+    differences: _Differences,
+    published: Published | None,
 ) -> bytes:
     entries, everyone = job.catalogue.entries, job.shares
 
@@ -327,15 +393,13 @@ def _manifest(
 
     with gc_paused():
         by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone
-        rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
+        index = _files_of_parts(by_leaf, listed, parts) if job.own else layout.FileIndex(firsts, order)
+        rows = layout.rows(job.catalogue, by_leaf, index)
         placement = layout.placement(job.catalogue)
-    leaves = rows.leaves
-    if job.base:
-        stored: list[Any] = leaves
-        leaves = [
-            delta_row(entry, row.where) if isinstance(entry, DeltaEntry) else row
-            for entry, row in zip(entries, stored, strict=True)
-        ]
+    leaves: list[Any] = rows.leaves
+    for leaf, (array, delta) in differences.items():
+        row = leaves[leaf]
+        leaves[leaf] = delta_row(array, row.where, delta) if isinstance(delta, Delta) else parts_row(row, delta)
     data = manifest.seal(
         Manifest(
             format=manifest.FORMAT,
@@ -344,7 +408,8 @@ def _manifest(
             software=job.info.software,
             step=job.info.step,
             metrics=job.info.metrics,
-            base=job.base,
+            base=job.encoded.base if job.encoded and differences else None,
+            published=published,
             metadata=job.info.metadata,
             metadata_floats=job.info.metadata_floats,
             files=[file for report in listed for file in report],
@@ -360,6 +425,53 @@ def _manifest(
     )
     _check_readable(data, job, rows.layouts, placement)
     return data
+
+
+def _files_of_parts(
+    shares: Mapping[int, Assignment], listed: Sequence[Sequence[File]], parts: Sequence[Sequence[ReportedPart]]
+) -> layout.FileIndex:
+    """Returns the files of the parts that all processes report."""
+    before = itertools.accumulate(map(len, listed), initial=0)
+    return layout.ReportedFiles(
+        {
+            (one.leaf, shares[one.leaf].boxes[one.box]): first + one.file
+            for first, own in zip(before, parts, strict=False)
+            for one in own
+        }
+    )
+
+
+def _published(job: Job, differences: _Differences) -> Published:
+    """Returns what a version sends, for the list of the stream."""
+    assert job.deltas
+    elements = changed = 0
+    for leaf, entry in enumerate(job.catalogue.entries):
+        if leaf in job.catalogue.tied or not isinstance(entry, ArrayEntry):
+            continue
+        array, delta = differences.get(leaf, (entry, None))
+        size = math.prod(array.shape)
+        elements += size
+        if isinstance(delta, Delta):
+            changed += min(delta.count, size)
+        elif delta is None or not job.shares:
+            changed += size
+        else:
+            sizes = Cells.of(job.shares[leaf].boxes)[0].sizes().tolist()
+            changed += sum(min(part.count, own) if part else own for part, own in zip(delta, sizes, strict=True))
+    return Published(elements, time.perf_counter() - job.deltas.begun, changed if differences else None)
+
+
+def _differences(job: Job, parts: Sequence[Sequence[ReportedPart]]) -> _Differences:
+    """Returns the arrays with differences."""
+    if not job.own or not job.shares:
+        return job.encoded.differences if job.encoded else {}
+    found: dict[int, tuple[Any, Any]] = {}
+    known = {(one.leaf, one.box): one.delta for own in parts for one in own}
+    for leaf in {leaf for (leaf, _), delta in known.items() if delta}:
+        _, order = Cells.of(job.shares[leaf].boxes)
+        deltas = [known[leaf, box] for box in order]
+        found[leaf] = job.catalogue.entries[leaf], deltas if len(deltas) > 1 else deltas[0]
+    return found
 
 
 def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:

@@ -53,6 +53,7 @@ class SaveReport:
     lease_seconds: the part of `stall_seconds` in which the call waited for the lease of the run.
     shared_bytes: the part of `nbytes` that this process did not write or upload again: files that it shares with
         earlier steps, and objects that the server of a bucket has copied.
+    changed: of a version that a `Publisher` stores as differences, the share of the elements that changed; else None.
 
     Formats other than the native one count writing, sync and commit as writing.
     """
@@ -68,6 +69,7 @@ class SaveReport:
     wait_seconds: float = 0.0
     lease_seconds: float = 0.0
     shared_bytes: int = 0
+    changed: float | None = None
 
     @property
     def gb_per_second(self) -> float:
@@ -295,12 +297,12 @@ class PendingSave:
         seconds = time.perf_counter() - self._start_time
         # The caller has staged everything and returns soon. Then `_stall_seconds` is known.
         self._caller_released.wait()
-        nbytes, write, sync, commit, shared = written
+        nbytes, write, sync, commit, shared, changed = written
         stall = seconds if self._blocking else self._stall_seconds
         waited = min(self._wait_seconds, stall)
         waits = waited, min(self._lease_seconds, stall - waited)
         self._report = SaveReport(
-            self.path, self.step, nbytes, stall, max(seconds, stall), write, sync, commit, *waits, shared
+            self.path, self.step, nbytes, stall, max(seconds, stall), write, sync, commit, *waits, shared, changed
         )  # fmt: skip
         return self._report
 

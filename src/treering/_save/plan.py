@@ -135,6 +135,8 @@ def plan_save(target: SaveTarget, tree: SavedTree) -> Plan:
         return plan_view(target, tree)
     assert live and change
     target.check_iterators(view)
+    if tree.deltas:
+        _log.warning("%s: stored completely: its rules need arrays of which other processes have parts", target.path)
     temporary = _staged(target, live.skeleton, live.described)
     return TemporaryPlan(target, temporary, change, temporary.caller)
 

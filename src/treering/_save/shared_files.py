@@ -11,14 +11,16 @@ import errno
 import logging
 import os
 import posixpath
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from .._core.entries import Entry
-from .._processes.assignment import Piece
+from .._processes.assignment import Assignment, Piece
+from .._pytree.lazy_supply import ShardSupply
+from .._pytree.leaves import Catalogue
 from ..errors import CorruptError, SaveError
 from ..formats.treering.array_file import ArrayFile
-from ..formats.treering.manifest_fields import Base, File
+from ..formats.treering.manifest_fields import Base, Delta, File
 from ..formats.treering.save_files import SaveFiles
 from ..stores.store import FinishedFile, Sink, Store, Stored
 from .layout import PlannedFile
@@ -102,18 +104,58 @@ class Chosen(NamedTuple):
     likely: int = 0
 
 
+class OwnParts(NamedTuple):
+    """What a process of several writes of the arrays, each part with an entry of its own.
+
+    entries: those of the leaves, and then those of the parts.
+    shares: the parts, by their numbers in `entries`; this process writes all.
+    leaves: for each part, the number of the leaf, and that of its box in the leaf's assignment.
+    """
+
+    entries: Sequence[Entry]
+    shares: Mapping[int, Assignment]
+    leaves: Mapping[int, tuple[int, int]]
+
+
+class Encoded(NamedTuple):
+    """What a save writes instead of its arrays.
+
+    catalogue, shares, supply: as in `plan.NativePlan`.
+    base: the checkpoint that the differences refer to; None without any.
+    differences: for each difference, by the number of its entry: the array, and how it is stored.
+    own: the parts of this process, if several write.
+    """
+
+    catalogue: Catalogue
+    shares: Mapping[int, Assignment] | None
+    supply: ShardSupply
+    base: Base | None = None
+    differences: Mapping[int, tuple[Entry, Delta]] = {}
+    own: OwnParts | None = None
+
+
 class Deltas(Protocol):
-    """What a save stores as differences to another checkpoint; see `_publish.encoder`."""
+    """What a save stores as differences to another checkpoint; see `_publish.encoder`.
 
-    def encode(self, plan: Any) -> "tuple[Any, Base | None]":
-        """Returns the `NativePlan` with differences for arrays, and the checkpoint that they refer to.
+    begun: when the save began, by `time.perf_counter`.
+    """
 
-        Called in the background thread, before anything is written.
+    begun: float
+
+    def encode(
+        self, target: Any, catalogue: Catalogue, shares: Mapping[int, Assignment] | None, supply: ShardSupply
+    ) -> Encoded:
+        """Returns what to write. Called in the background thread, before anything is written.
+
+        target: the `NativeTarget`. shares: those of all processes; see `plan.NativePlan`.
         """
         ...
 
-    def committed(self, identity: str) -> None:
-        """Notes that the save is committed. `identity` is that of the checkpoint."""
+    def committed(self, identity: str, is_complete: bool) -> None:
+        """Notes that the save is committed.
+
+        identity: that of the checkpoint. is_complete: False in process 0 if the checkpoint has differences.
+        """
         ...
 
 

@@ -51,9 +51,6 @@ def write(plan: Plan, pool: ThreadPool) -> Written:
 
 def _write_native(plan: NativePlan, pool: ThreadPool) -> Written:
     """Compares the trees of all processes, writes the part of this process, and commits."""
-    base = None
-    if plan.deltas:
-        plan, base = plan.deltas.encode(plan)
     target, skeleton, catalogue, shares, supply, _, reuse, deltas = plan
     call, options = target.call, target.options
     if call.count > 1:
@@ -70,9 +67,13 @@ def _write_native(plan: NativePlan, pool: ThreadPool) -> Written:
             catalogue = catalogue._replace(places=places)
         if shares is not None:
             shares = {**shares, **assignment.assign_states(catalogue.entries, call.count)}
+    encoded = None
+    if deltas:
+        encoded = deltas.encode(target, catalogue, shares, supply)
+        catalogue, shares, supply = encoded[:3]
     job = Job(
         target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.hosts, options.room_maker,
-        reuse, deltas, base,
+        reuse, deltas, encoded,
     )  # fmt: skip
     save = NativeSave(target.store, job, supply, pool, call)
     if not options.progress:

@@ -101,6 +101,9 @@ class Row:
     pinned: bool = False
     link: bool = False
     linked_by: tuple[str, ...] = ()  # The links in the run that lead to this step. A linked step stays.
+    base: int | None = None  # the step that some of its arrays are stored as differences to
+    changed: float | None = None  # of a published version with a base, the share of the elements that changed
+    seconds: float | None = None  # of a published version, from the call to the commit
     deleted: bool = False  # True if the policy would delete it.
     emptied: Saved | None = None  # what a damaged step was if only its manifest is left
     saved: Saved | None = None  # what policies see of a valid step
@@ -300,7 +303,11 @@ def _native_row(steps: StepCatalog, step: int, path: str) -> Row:
     pinned, link = pins.is_pinned(steps.store, path), steps.store.is_link(path)
     if isinstance(status, Saved):
         metrics = dict(status.metrics)
-        return Row(step, path, "good", "treering", status.created, status.nbytes, metrics, pinned, link, saved=status)
+        published = status.published
+        return Row(
+            step, path, "good", "treering", status.created, status.nbytes, metrics, pinned, link, (), status.base,
+            published and published.share, published and published.seconds, saved=status,
+        )  # fmt: skip
     nbytes, emptied = size_or_none(steps.store, path), steps.read_emptied(step, path)
     return Row(step, path, status, nbytes=nbytes, pinned=pinned, link=link, emptied=emptied)
 

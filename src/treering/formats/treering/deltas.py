@@ -12,28 +12,31 @@ A difference has three parts, one after another, compressed together as one zstd
   -2, … become 0, 1, 2, 3, …), byte by byte in the same way.
 
 An array without changes is stored as no bytes.
+
+If several processes save an array, each stores the pieces that it writes, each as a difference by itself or as it is.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import Box, full_box
+from ..._core.boxes import Box, box_shape, full_box
 from ..._core.entries import ArrayEntry
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError
 from ...stores.buffers import empty_aligned_array
 from .._shared.zstd import unpack, zstandard
 from . import manifest
-from .manifest_fields import Delta
+from .manifest_fields import ArrayRow, Delta
 
 _LEVEL = 1  # of zstd; more takes several times as long and saves 2 %
 _MAX_SHARE = 4  # A difference in more than one of so many elements is not sparse: the array is stored as it is.
 _CHUNK = 1 << 18  # elements that are compared at a time
 _ROUND = 1 << 15  # changes that are made at a time, so that their arrays fit the cache
+_MAX_READ_BYTES = 32 << 20  # of differences that are in memory at a time, unless those of one array have more
 _MAX_CHAIN = 10_000  # checkpoints, from one with deltas back to one that has the array itself
 
 
@@ -42,7 +45,27 @@ class Difference(NamedTuple):
 
     data: np.ndarray
     changed: int
-    gap: int
+    gap: Any
+
+
+class Part(NamedTuple):
+    """An array that is stored as its difference to the base, or a piece of one.
+
+    box: that of the piece; None for an array in one part.
+    stored: the row of the stored bytes.
+    delta: how they are a difference; None for a piece that is stored as it is.
+    """
+
+    box: Box | None
+    stored: ArrayRow
+    delta: Delta | None
+
+
+def part_of(array: ArrayRow, box: Box, file: int, name: str, delta: Delta | None) -> Part:
+    """Returns a piece of an array, which a file stores under a name."""
+    if delta:
+        return Part(box, ArrayRow(name, "numpy", "uint8", (delta.nbytes,), "", file), delta)
+    return Part(box, ArrayRow(name, "numpy", array.dtype, box_shape(box), "", file), None)
 
 
 class Version(Protocol):
@@ -55,11 +78,11 @@ class Version(Protocol):
     @property
     def entries(self) -> Mapping[str, Any]: ...
     @property
-    def deltas(self) -> Mapping[str, Delta]: ...
+    def deltas(self) -> Mapping[str, Sequence[Part]]: ...
     @property
     def base(self) -> "Version": ...
     def read(self, wanted: Sequence[tuple[ArrayEntry, Box]]) -> list[np.ndarray]: ...
-    def read_deltas(self, paths: Sequence[str]) -> list[np.ndarray]: ...
+    def read_parts(self, parts: Sequence[Part]) -> list[np.ndarray]: ...
     def close_files(self) -> None: ...
 
 
@@ -170,13 +193,15 @@ def read_arrays(
             del left[path]
         at = at.base if left else at
     found: dict[str, np.ndarray] = {}
-    last: dict[str, Delta] = {}  # the newest delta of each array
+    last: dict[str, Sequence[Part]] = {}  # the newest difference of each array
     for one, here in reversed(chain):
         changed = [path for path in found if path in one.deltas]
-        jobs = [(path, one.deltas[path], data) for path, data in zip(changed, one.read_deltas(changed), strict=True)]
-        apply = functools.partial(_applied_to, one, reader, found)
-        for (path, delta, _), array in zip(jobs, _map(jobs, apply), strict=True):
-            found[path], last[path] = array, delta
+        for group in _groups(one, changed):
+            stored = iter(one.read_parts([part for path in group for part in one.deltas[path]]))
+            jobs = [(path, [(part, next(stored)) for part in one.deltas[path]]) for path in group]
+            _map(jobs, functools.partial(_apply, one, reader, found))
+            del stored, jobs
+        last.update({path: one.deltas[path] for path in changed})
         if known is not None and one.identity == known_identity:
             found.update({path: known[path] for path in here if path in known})
             here = [path for path in here if path not in known]
@@ -190,27 +215,71 @@ def read_arrays(
     return found
 
 
+def _groups(one: Version, paths: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the paths of arrays whose differences are read together, so that few of their bytes are in memory."""
+    group, nbytes = list[str](), 0
+    for path in paths:
+        own = sum(part.stored.nbytes for part in one.deltas[path])
+        if group and nbytes + own > _MAX_READ_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(path)
+        nbytes += own
+    if group:
+        yield group
+
+
+def _apply(
+    one: Version, reader: Version, found: dict[str, np.ndarray], job: tuple[str, Sequence[tuple[Part, np.ndarray]]]
+) -> None:
+    """Puts the new array in place of the old one at once, which nothing else may need."""
+    found[job[0]] = _applied_to(one, reader, found, job)
+
+
 def _applied_to(
-    one: Version, reader: Version, found: Mapping[str, np.ndarray], job: tuple[str, Any, Any]
+    one: Version, reader: Version, found: Mapping[str, np.ndarray], job: tuple[str, Sequence[tuple[Part, np.ndarray]]]
 ) -> np.ndarray:
-    path, delta, data = job
+    path, parts = job
     entry, old = reader.entries[path], found[path]
     assert isinstance(entry, ArrayEntry)
     if old.nbytes != entry.nbytes:
         raise CorruptError(f"{one.path}: {path}: expected a base of {entry.nbytes} bytes, found {old.nbytes}")
+    if not any(part.delta is None or part.delta.count for part, _ in parts):
+        return old
+    size = dtypes.itemsize(entry.dtype)
     try:
-        return applied(old, data, delta, dtypes.itemsize(entry.dtype))
+        (part, data), *others = parts
+        if part.box is None and part.delta and not others:
+            return applied(old, data, part.delta, size)
+        new = empty_aligned_array((old.nbytes,), np.dtype(np.uint8))
+        for part, data in parts:
+            made = applied(_piece(old, entry, part), data, part.delta, size) if part.delta else _elements(data, 1)
+            at = piece_of(new, entry, part.box)
+            at[...] = made.view(at.dtype).reshape(at.shape)
+        return new
     except CorruptError as error:
         raise CorruptError(f"{one.path}: {path}: {error}") from None
 
 
-def _check_result(reader: Version, found: Mapping[str, np.ndarray], job: tuple[str, Delta]) -> None:
-    path, delta = job
-    if (have := checksum(found[path])) != delta.xxh3:
-        raise CorruptError(
-            f"{reader.path}: {path}: expected an array with the checksum {delta.xxh3}, found {have} after its "
-            "difference was applied; nothing of it is used"
-        )
+def piece_of(array: np.ndarray, entry: ArrayEntry, box: Box | None) -> np.ndarray:
+    """Returns a view of a box of an array of bytes, with the dtype of its entry."""
+    made = array.view(dtypes.to_numpy(entry.dtype)).reshape(entry.shape)
+    return made if box is None else made[(*(slice(begin, end) for begin, end in box), ...)]
+
+
+def _piece(array: np.ndarray, entry: ArrayEntry, part: Part) -> np.ndarray:
+    return _elements(np.ascontiguousarray(piece_of(array, entry, part.box)), 1)
+
+
+def _check_result(reader: Version, found: Mapping[str, np.ndarray], job: tuple[str, Sequence[Part]]) -> None:
+    path, parts = job
+    for part in parts:
+        want = part.delta and part.delta.xxh3
+        if want and (have := checksum(_piece(found[path], reader.entries[path], part))) != want:
+            raise CorruptError(
+                f"{reader.path}: {path}: expected an array with the checksum {want}, found {have} after its "
+                "difference was applied; nothing of it is used"
+            )
 
 
 def _map(jobs: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:

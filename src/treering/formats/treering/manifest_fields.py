@@ -2,12 +2,12 @@
 
 import datetime
 import itertools
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from ..._core.entries import ArrayEntry, DeltaEntry, StatesEntry, ValueEntry
+from ..._core.entries import ArrayEntry, StatesEntry, ValueEntry
 from ..._core.skeleton import Node, Skeleton, containers
 from ..._core.source import Boxes
 from ..._core.values import MAX_EXACT_INT
@@ -17,6 +17,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]
 _Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 STATES = "iterator-states"  # the feature of an array that is the states of an iterator
 DELTA = "differences"  # the feature of an array that is stored as its difference to that of an earlier checkpoint
+PARTS = "differences-in-parts"  # the same, each piece of the array by itself
 
 
 class ExtendedPlace(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -26,6 +27,7 @@ class ExtendedPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     where: the place of the stored bytes.
     lengths: for the feature `STATES`, the bytes of the state of each process.
     nbytes, count, gap, base, xxh3: for the feature `DELTA`; see `Delta`.
+    parts: for the feature `PARTS`, the `Delta` of each piece, or None for a piece that is stored as it is.
 
     For other features, this release does not know the meaning of these fields.
     """
@@ -38,9 +40,10 @@ class ExtendedPlace(msgspec.Struct, frozen=True, omit_defaults=True):
     gap: Any = None
     base: Any = None
     xxh3: Any = None
+    parts: Any = None
 
     def __hash__(self) -> int:  # The other fields may be lists, which have no hash.
-        return hash((self.requires, repr(self.xxh3), repr(self.where)))
+        return hash((self.requires, repr(self.xxh3), repr(self.where), repr(self.parts)))
 
 
 class ArrayRow(
@@ -59,9 +62,9 @@ class ArrayRow(
     def unknown(self) -> tuple[str, ...]:
         """The features that the array requires and that this release does not have."""
         where = self.where
-        return (
-            where.requires if isinstance(where, ExtendedPlace) and where.requires not in ((STATES,), (DELTA,)) else ()
-        )
+        if not isinstance(where, ExtendedPlace) or where.requires in ((STATES,), (DELTA,), (PARTS,)):
+            return ()
+        return where.requires
 
     def of_states(self) -> "tuple[tuple[int, ...], ArrayRow] | None":
         """Returns the lengths of an iterator's states in bytes, and the array of their bytes; None for other arrays.
@@ -76,14 +79,18 @@ class ArrayRow(
             raise ValueError(f"{self.path!r:.100} has states of {list(lengths)!r:.100} bytes, which it cannot have")
         return lengths, ArrayRow(self.path, self.type, self.dtype, self.shape, self.impl, where)
 
-    def of_delta(self) -> "Delta | None":
+    def of_delta(self) -> "DeltaPlace | None":
         """Returns how an array is stored as a difference; None for other arrays. Raises the errors of `of_states`."""
-        if not isinstance(where := self.where, ExtendedPlace) or where.requires != (DELTA,):
+        where = self.where
+        if not isinstance(where, ExtendedPlace) or where.requires not in ((DELTA,), (PARTS,)):
             return None
-        fields = {name: getattr(where, name) for name in ("nbytes", "count", "gap", "base", "xxh3")}
+        if where.requires == (PARTS,):
+            parts = msgspec.convert(where.parts, tuple[Delta | None, ...])
+            place = msgspec.convert(where.where, tuple[int, int])
+            return DeltaPlace(ArrayRow(self.path, self.type, self.dtype, self.shape, self.impl, place), parts, True)
+        delta = msgspec.convert([getattr(where, name) for name in Delta.__struct_fields__], Delta)
         place = msgspec.convert(where.where, int | tuple[int, int])
-        stored = ArrayRow(self.path, "numpy", "uint8", (fields["nbytes"],), "", place)
-        return msgspec.convert({**fields, "stored": stored}, Delta)
+        return DeltaPlace(ArrayRow(self.path, "numpy", "uint8", (delta.nbytes,), "", place), (delta,), False)
 
     def stored(self) -> "ArrayRow":
         """Returns the row of the bytes that are stored for this array. Raises the errors of `of_states`."""
@@ -93,17 +100,15 @@ class ArrayRow(
         return delta.stored if delta else self
 
 
-class Delta(msgspec.Struct, frozen=True):
-    """An array that is stored as its difference to the leaf with its path in the base of the checkpoint.
+class Delta(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The difference of an array, or of a piece of one, to the same elements of the leaf with its path in the base.
 
-    stored: the row of the bytes of the difference; `deltas` has their form.
-    nbytes: their number.
+    nbytes: the bytes that are stored; `deltas` has their form.
     count: the elements that differ.
     gap: the bytes of a number that says how many elements are left out.
-    base, xxh3: the checksums of the array's bytes in the base, and in this checkpoint.
+    base, xxh3: the checksums of the bytes of these elements in the base, and in this checkpoint.
     """
 
-    stored: ArrayRow
     nbytes: _Natural
     count: _Natural
     gap: Literal[1, 2, 4, 8]
@@ -111,12 +116,27 @@ class Delta(msgspec.Struct, frozen=True):
     xxh3: _Checksum
 
 
-def delta_row(entry: DeltaEntry, where: int | tuple[int, int]) -> ArrayRow:
+class DeltaPlace(NamedTuple):
+    """Where an array is that is stored as its difference.
+
+    stored: the row of the bytes of the difference. With `is_parted`, that of the array, whose pieces are stored.
+    parts: one for each piece, or the only one.
+    """
+
+    stored: ArrayRow
+    parts: tuple[Delta | None, ...]
+    is_parted: bool
+
+
+def delta_row(of: ArrayEntry, where: int | tuple[int, int], delta: Delta) -> ArrayRow:
     """Returns the row of an array that is stored as its difference to that of another checkpoint."""
-    of = entry.array
-    place = ExtendedPlace(
-        (DELTA,), where=where, nbytes=entry.nbytes, count=entry.count, gap=entry.gap, base=entry.base, xxh3=entry.xxh3
-    )
+    place = ExtendedPlace((DELTA,), where=where, **msgspec.structs.asdict(delta))
+    return ArrayRow(of.path, of.type, of.dtype, of.shape, of.impl, place)
+
+
+def parts_row(of: ArrayRow, parts: Sequence[Delta | None]) -> ArrayRow:
+    """Returns the row of an array with several pieces, some of which are stored as differences."""
+    place = ExtendedPlace((PARTS,), where=of.where, parts=parts)
     return ArrayRow(of.path, of.type, of.dtype, of.shape, of.impl, place)
 
 
@@ -203,12 +223,39 @@ class Base(msgspec.Struct, frozen=True):
     xxh3: _Checksum
 
 
+class Published(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a version of published weights has sent.
+
+    elements: those of all arrays.
+    changed: those that differ from the base, and all of arrays and pieces that are stored as they are; None without a
+        base.
+    seconds: from the call to the commit.
+    """
+
+    elements: _Natural
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    changed: _Natural | None = None
+
+    @property
+    def share(self) -> float | None:
+        """The share of the elements that changed; None without a base."""
+        return None if self.changed is None else self.changed / max(self.elements, 1)
+
+    @staticmethod
+    def of(found: Any) -> "Published | None":
+        """Returns the record of a manifest, or nothing if it is not as it should be."""
+        try:
+            return msgspec.convert(found, Published | None)
+        except msgspec.ValidationError:
+            return None
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Everything about a checkpoint except the arrays themselves.
 
     metadata_floats: the places in `metadata` of floats that JSON cannot write; `decode` puts the floats there.
     holders: `holders[h][i]` lists the files that may hold cell `i` of a layout with these holders.
-    iterators, boxes: an `IteratorInfo` by path, and `BoxesOfNodes`; anything else is ignored.
+    iterators, boxes, published: an `IteratorInfo` by path, `BoxesOfNodes`, and `Published`; anything else is ignored.
     """
 
     format: str
@@ -219,6 +266,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     step: int | None = None
     metrics: dict[str, float | str] = {}
     base: Base | None = None
+    published: Any = None
     metadata: Any = None
     metadata_floats: list[str] = []
     files: list[File]
@@ -245,10 +293,11 @@ class Summary(msgspec.Struct, frozen=True):
     step: int | None = None
     metrics: dict[str, float | str] = {}
     base: Base | None = None
+    published: Any = None
 
     def created_seconds(self) -> float:
         """Returns the time of the commit, in seconds since the epoch."""
         return as_utc(self.created).timestamp()
 
 
-preload_decoders(Manifest, Summary, BoxesOfNodes)
+preload_decoders(Manifest, Summary, BoxesOfNodes, Published)

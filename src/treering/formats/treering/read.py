@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..._core import dtypes
 from ..._core.boxes import Box, full_box
 from ..._core.entries import ArrayEntry, Entry, IteratorEntry, IteratorInfo, StatesEntry
 from ..._core.iterator_states import Packed, unpack
@@ -30,7 +29,7 @@ from .._shared import strict_json
 from . import deltas, manifest, metrics, summary, validity
 from .contiguous_leaves import ContiguousLeaves
 from .manifest import BLOCK
-from .manifest_fields import ArrayRow, Base, BoxesOfNodes, Delta, File, as_utc
+from .manifest_fields import ArrayRow, Base, BoxesOfNodes, File, as_utc
 from .open_files import OpenFiles
 from .piece_locations import PieceLocations, read_objects
 from .piece_reads import Memory, as_bools, assemble, ranges_by_file
@@ -68,17 +67,18 @@ class Reader:
         self.entries: dict[str, Entry] = {row.path: row for row in self._manifest.leaves}
         self._stored_rows: dict[str, ArrayRow] = {}  # the bytes of iterators' states and of deltas, as arrays
         self._is_sound = False  # True once all bytes, and those of its bases, were found right
-        self.deltas: dict[str, Delta] = {}  # the arrays that are stored as differences to those of `base`
+        # The arrays that are stored as differences to those of `base`, piece by piece.
+        self.deltas: dict[str, Sequence[deltas.Part]] = {}
         if b'"iterator' in self._manifest_bytes:  # a value of this type, or the name of the feature `STATES`
             self._find_iterators()
-        if self._manifest.base:
-            self._find_deltas()
         self.skeleton: Skeleton = self._manifest.tree
         self.step = self._manifest.step
         self.metadata = self._manifest.metadata
         self.nbytes = len(self._manifest_bytes) + sum(file.size for file in self._manifest.files)
         self._files = OpenFiles(store, path, self._manifest.files, self.identity, len(self._manifest_bytes))
         self._locations = PieceLocations(path, self._manifest, self.entries, self._stored_rows, self._files)
+        if self._manifest.base:
+            self._find_deltas()
 
     def _find_iterators(self) -> None:
         """Adds to the entries what is recorded about iterators, and those whose states are stored in array files."""
@@ -94,8 +94,16 @@ class Reader:
 
     def _find_deltas(self) -> None:
         for row in self._manifest.leaves:
-            if isinstance(row, ArrayRow) and (delta := row.of_delta()):
-                self.deltas[row.path], self._stored_rows[row.path] = delta, delta.stored
+            if isinstance(row, ArrayRow) and (place := row.of_delta()):
+                stored = self._stored_rows[row.path] = place.stored
+                if place.is_parted:
+                    pieces = self._locations.overlapping(stored, full_box(stored.shape))
+                    self.deltas[row.path] = [
+                        deltas.part_of(stored, piece, number, key, delta)
+                        for delta, (number, piece, key) in zip(place.parts, pieces, strict=True)
+                    ]
+                else:
+                    self.deltas[row.path] = [deltas.Part(None, stored, place.parts[0])]
 
     @property
     def made_from(self) -> Base | None:
@@ -132,10 +140,9 @@ class Reader:
         _open_readers[path, identity] = found
         return found
 
-    def read_deltas(self, paths: Sequence[str]) -> list[np.ndarray]:
-        """Returns the stored bytes of the differences of some arrays."""
-        rows = [self.deltas[path].stored for path in paths]
-        return self._read_stored([(row, full_box(row.shape)) for row in rows], True, None)
+    def read_parts(self, parts: "Sequence[deltas.Part]") -> list[np.ndarray]:
+        """Returns the stored bytes of parts of `deltas`."""
+        return self._read_stored([(part.stored, full_box(part.stored.shape)) for part in parts], True, None)
 
     def _iterator_info(self, path: str) -> IteratorInfo:
         """Returns what is recorded about an iterator, or nothing if that is not as it should be."""
@@ -276,8 +283,7 @@ class Reader:
         made = deltas.read_arrays(self, {path for path in paths if path in self.deltas})
         for n, (entry, box) in enumerate(wanted):
             if n not in found:
-                array = made[paths[n]].view(dtypes.to_numpy(entry.dtype)).reshape(entry.shape)
-                found[n] = array[(*(slice(begin, end) for begin, end in box), ...)].copy()
+                found[n] = deltas.piece_of(made[paths[n]], entry, box).copy()
         return [found[n] for n in range(len(wanted))]
 
     def _read_stored(
@@ -399,8 +405,9 @@ class Reader:
         for row in self._manifest.leaves:
             if isinstance(row, ArrayRow) and not unread.intersection(self._locations.files_of(row)):
                 try:
-                    stored = self._locations.target(row)
-                    self._locations.parts(stored, full_box(stored.shape), None)
+                    parts = self.deltas.get(self.origin(row.path))
+                    for stored in [part.stored for part in parts] if parts else [self._locations.target(row)]:
+                        self._locations.parts(stored, full_box(stored.shape), None)
                     self._check_states(row.path, share)
                 except UnsupportedError as error:
                     refused.append(error)

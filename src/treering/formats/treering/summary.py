@@ -14,6 +14,7 @@ from ...stores.file_io import read_file
 from ...stores.read_errors import reading
 from ...stores.store import Stat, Store
 from . import manifest, metrics, validity
+from .manifest_fields import Published
 from .schema import MANIFEST, OWN_FILES
 
 _log = logging.getLogger("treering")
@@ -31,6 +32,7 @@ class StepSummary(NamedTuple):
     linked: dict[Hashable, int]  # see `keep.Saved`
     late: frozenset[str]  # the names of the metrics that were added after the save
     base: str | None = None  # the name of its base, a folder next to it
+    published: Published | None = None
 
 
 def manifest_path(path: str) -> str:
@@ -110,7 +112,9 @@ def read(store: Store, path: str, *, allow_missing_files: bool = False) -> StepS
     numbers = {**validity.metrics(summary.metrics), **added}
     nbytes = len(data) + sum(listed.size for listed in summary.files)
     base = summary.base.name if summary.base else None
-    return StepSummary(numbers, summary.created_seconds(), nbytes, linked, frozenset(added), base)
+    return StepSummary(
+        numbers, summary.created_seconds(), nbytes, linked, frozenset(added), base, Published.of(summary.published)
+    )
 
 
 def read_emptied(store: Store, path: str) -> StepSummary | None:

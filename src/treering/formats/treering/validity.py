@@ -22,7 +22,7 @@ from ..._core.values import MAX_EXACT_INT, decode, is_shape
 from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError
 from ..safetensors.header import MAX_HEADER_BYTES
-from .manifest_fields import ArrayRow, File, Layout, Manifest, Placement, Summary
+from .manifest_fields import ArrayRow, DeltaPlace, File, Layout, Manifest, Placement, Summary
 from .schema import MANIFEST
 
 _MAX_NAME_BYTES = 255  # of a file's name
@@ -128,9 +128,11 @@ def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> Non
     for row in dict(zip(map(_row_kind, arrays), arrays, strict=True)).values():  # One row of each kind.
         _check_array(row)
     locations = set(map(_row_location, arrays))
+    made: list[DeltaPlace] = []
     if not all(isinstance(where, int | tuple | str) for where in locations):
         # The `where` of iterator states and of deltas is an object around the location of bytes, which is checked here.
-        if manifest.base is None and any(row.of_delta() for row in arrays):
+        made = [delta for row in arrays if (delta := row.of_delta())]
+        if manifest.base is None and made:
             raise ValueError("an array is the difference to one of another checkpoint, and `base` names none")
         arrays = [row.stored() for row in arrays]
         locations = set(map(_row_location, arrays))
@@ -141,6 +143,10 @@ def _check_leaves(manifest: Manifest, layouts: Sequence[tuple[int, ...]]) -> Non
     elsewhere = [row for row in arrays if type(row.where) is not int] if set(map(type, locations)) != {int} else []
     for row in elsewhere:
         _check_location(row, layouts)
+    for delta in made:
+        number: Any = delta.stored.where
+        if delta.is_parted and len(delta.parts) != len(Cells(manifest.layouts[number[0]].cuts)):
+            raise ValueError(f"{delta.stored.path!r:.100} does not have one part for each piece")
     ties = [row for row in elsewhere if isinstance(row.where, str)]
     numbers = {row.path: n for n, row in enumerate(manifest.leaves)} if ties else {}
     for row in ties:
