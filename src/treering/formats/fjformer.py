@@ -25,6 +25,7 @@ from ..stores.file_io import is_file, open_fetched
 from ..stores.read_errors import raise_if_momentary, refusal
 from ..stores.store import Store
 from . import accepts, is_damaged_step
+from ._shared.format_parts import FormatDefaults
 from ._shared.msgpack import (
     BIN,
     DEPTH,
@@ -55,11 +56,10 @@ _PICKLED = "a pickle can run any code, so Treering opens none"
 _PICKLE = f"it is a pickle, like the metadata and the dataset next to a stream; {_PICKLED}"
 
 
-class FJFormer:
+class FJFormer(FormatDefaults):
     """Implements `treering.formats.Format` for streams."""
 
     name = "fjformer"
-    suffixes = ()
     boxes = ("axis-metadata",)
 
     def refuses(self, store: Store, path: str) -> str | None:

@@ -5,7 +5,7 @@ slime, miles and vime publish them for SGLang's `/pull_weights`. `weight_deltas`
 
 import posixpath
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,21 +17,20 @@ from ..stores.file_io import read_file
 from ..stores.read_errors import refusal
 from ..stores.store import Store
 from ._shared import strict_json
+from ._shared.format_parts import FormatDefaults
 from .safetensors.folder import Index, index_of
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "manifest.json"
 
 
-class DeltaStream:
+class DeltaStream(FormatDefaults):
     """Implements `treering.formats.Format` for versions in a stream. A complete version is a checkpoint in safetensors.
 
     prefix, digits: the names of versions are the prefix and at least so many digits.
     """
 
     name = ""
-    suffixes: tuple[str, ...] = ()
-    boxes: tuple[str, ...] = ()
     prefix = ""
     digits = 0
 
@@ -69,9 +68,6 @@ class DeltaStream:
     def path_of(self, stream: str, number: int) -> str:
         """Returns the path of a version."""
         return posixpath.join(stream, f"{self.prefix}{number:0{self.digits}d}")
-
-    def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ()
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         raise UnsupportedError(

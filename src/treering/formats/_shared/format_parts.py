@@ -21,10 +21,9 @@ _MEMBER_BYTES = 30  # of such a header before the name
 _USUAL_BYTES = 512  # of the beginning of a file, with such a header and most names
 
 
-class ReadOnly:
-    """A format that is only read; see `treering.formats.Format`. `contents` says what it reads."""
+class FormatDefaults:
+    """The attributes of a format with neither suffixes nor steps, which records nothing but a tree."""
 
-    contents: str
     suffixes: tuple[str, ...] = ()
     boxes: tuple[str, ...] = ()
 
@@ -34,8 +33,18 @@ class ReadOnly:
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ()
 
+
+class ReadOnly(FormatDefaults):
+    """A format that is only read; see `treering.formats.Format`.
+
+    contents: what it reads. advice: what to do instead of writing it.
+    """
+
+    contents: str
+    advice = "choose another format, such as safetensors"
+
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError(f"{path}: {self.contents} are only read; choose another format, such as safetensors")
+        raise UnsupportedError(f"{path}: {self.contents} are only read; {self.advice}")
 
 
 def refuses_file(store: Store, path: str, examine: Callable[[], str | None]) -> str | None:
@@ -68,7 +77,7 @@ def _examine_zip(store: Store, path: str, ending: str) -> str | None:
     )
 
 
-class ZarrFolders:
+class ZarrFolders(FormatDefaults):
     """Implements `treering.formats.JointFormat` for folders of zarr arrays.
 
     `_writer` of a subclass imports and returns its writing function, so that reading does not import it.

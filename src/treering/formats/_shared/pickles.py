@@ -52,9 +52,6 @@ class Made:
         self.pairs: dict[Any, Any] | None = None
 
 
-_FLAT_KEYS = {*_SCALARS, Made, Global}
-
-
 class _Invalid(Exception):
     """The bytes are no pickle."""
 

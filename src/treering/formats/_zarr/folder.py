@@ -79,10 +79,10 @@ class PendingReads:
         try:
             yield
         except BaseException:
-            self.settle()
+            self.drain()
             raise
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Waits for all futures and ignores their errors."""
         while self._futures:
             with contextlib.suppress(Exception):

@@ -70,7 +70,7 @@ class ZarrWriter:
         if kind is None:
             self.close()
         else:
-            self._pending_writes.settle()
+            self._pending_writes.drain()
 
     @property
     def is_first(self) -> bool:

@@ -4,7 +4,7 @@ Only a template tells which leaf a record belongs to. Without one, a record is n
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from ..._core.source import Source
@@ -13,13 +13,13 @@ from ...stores.file_io import opened
 from ...stores.read_errors import reading
 from ...stores.store import Store
 from .._shared.file_signatures import NPY_MAGIC as MAGIC
-from .._shared.format_parts import refuses_file
+from .._shared.format_parts import FormatDefaults, refuses_file
 
 _SUFFIX = ".eqx"
 MAX_LINE_BYTES = 1 << 20  # bytes of the line of JSON; longer lines are not recognized
 
 
-class Equinox:
+class Equinox(FormatDefaults):
     """Implements `treering.formats.Format` for Equinox's files.
 
     Metadata is the line of JSON before the records; without metadata there is no line. A program that reads a file with
@@ -30,7 +30,6 @@ class Equinox:
 
     name = "equinox"
     suffixes = (_SUFFIX,)
-    boxes: tuple[str, ...] = ()
 
     def refuses(self, store: Store, path: str) -> str | None:
         def examine() -> str | None:
@@ -49,9 +48,6 @@ class Equinox:
         except ValueError as error:
             raise CorruptError(f"{path}: expected a file of Equinox: {error}") from None
         return EquinoxReader(store, path, metadata, begin)
-
-    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        return {}
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return ("metadata",)

@@ -3,15 +3,12 @@
 Treering reads them without Keras and without h5py. Other HDF5 files are read too, as trees of their groups.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any
-
 from ..._core.source import Source
-from ...errors import UnsupportedError
 from ...stores.file_io import opened
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .._shared.file_signatures import HDF5_MAGIC
+from .._shared.format_parts import ReadOnly
 
 _INDEX = ".weights.json"  # the ending of the name of an index of files
 _ARCHIVE = ".keras"
@@ -19,7 +16,7 @@ _MEMBER_MAGIC = b"PK\x03\x04"  # the beginning of the header before each member 
 _HEADER_BYTES = 64
 
 
-class Keras:
+class Keras(ReadOnly):
     """Implements `treering.formats.Format` for Keras's weights.
 
     The groups of a file are the levels of the tree: ``layers/dense/vars/0``. Attributes, such as the name of each
@@ -27,8 +24,8 @@ class Keras:
     """
 
     name = "keras"
-    suffixes: tuple[str, ...] = ()
-    boxes: tuple[str, ...] = ()
+    contents = "Keras's weights"
+    advice = "set the variables of a model with treering.keras.load, and write them with model.save_weights"
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:
@@ -55,18 +52,6 @@ class Keras:
                 if blob.read_up_to(len(HDF5_MAGIC)) != HDF5_MAGIC:  # Keras 2 wrote HDF5 under such a name too.
                     return read.open_archive(store, path)
         return read.open_file(store, path)
-
-    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        return {}
-
-    def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ()
-
-    def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError(
-            f"{path}: Keras's weights are only read; set the variables of a model with treering.keras.load, and write "
-            "them with model.save_weights"
-        )
 
 
 FORMAT = Keras()

@@ -28,8 +28,6 @@ class Levanter(ZarrFolders):
     """Implements `treering.formats.JointFormat` for Levanter."""
 
     name = "levanter"
-    suffixes = ()
-    boxes: tuple[str, ...] = ()
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:

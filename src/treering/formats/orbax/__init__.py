@@ -55,7 +55,6 @@ class Orbax(ZarrFolders):
     """See `treering.formats.Format`."""
 
     name = "orbax"
-    suffixes = ()
     boxes = ("variable", "axis-metadata")
     holds_iterators = True
 

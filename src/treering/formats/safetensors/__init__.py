@@ -16,11 +16,12 @@ from ...stores.file_io import opened, read_file
 from ...stores.read_errors import UnreadableError, reading, refusal
 from ...stores.store import Store
 from .._shared import strict_json
+from .._shared.format_parts import FormatDefaults
 from .folder import SUFFIX, chosen, index_of, is_index, log_others
 from .header import header_size
 
 
-class Safetensors:
+class Safetensors(FormatDefaults):
     """Implements `treering.formats.Format` for safetensors.
 
     `__metadata__` is the checkpoint's metadata, if that is a dict of texts. Otherwise it is JSON under the key
@@ -39,7 +40,6 @@ class Safetensors:
 
     name = "safetensors"
     suffixes = (SUFFIX,)
-    boxes: tuple[str, ...] = ()
 
     def refuses(self, store: Store, path: str) -> str | None:
         try:
@@ -88,9 +88,6 @@ class Safetensors:
             return open_index(store, path, posixpath.join(path, main.names[0]), main.rival, names)
         log_others(path, main.names, names)
         return open_files(store, path, main.names)
-
-    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        return {}
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return INFO_FIELDS

@@ -34,7 +34,6 @@ class T5X(ZarrFolders):
     """Implements `treering.formats.JointFormat` for T5X."""
 
     name = "t5x"
-    suffixes = ()
     boxes = ("axis-metadata",)
     without_zeros = False
 

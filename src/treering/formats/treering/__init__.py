@@ -1,21 +1,20 @@
 """The native format: a manifest next to safetensors files. `docs/format.md` specifies it."""
 
 import posixpath
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from ..._core.source import INFO_FIELDS, Source
 from ...errors import UnsupportedError
 from ...stores.store import Store
+from .._shared.format_parts import FormatDefaults
 from .schema import MANIFEST
 
 
-class Native:
-    """See `treering.formats.Format`."""
+class Native(FormatDefaults):
+    """See `treering.formats.Format`. `treering._run` lists the steps of native runs, including damaged ones."""
 
     name = "treering"
-    suffixes: tuple[str, ...] = ()
-    boxes: tuple[str, ...] = ()
     holds_iterators = True
 
     def refuses(self, store: Store, path: str) -> str | None:
@@ -25,9 +24,6 @@ class Native:
         from .read import Reader as NativeReader
 
         return NativeReader(store, path)
-
-    def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        return {}  # `treering._run` lists the steps of native runs, including damaged ones.
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
         return INFO_FIELDS
