@@ -2,12 +2,13 @@
 
 import { InputError, show, supported, UnsupportedError } from "./errors.js";
 import { MANIFEST } from "./manifest.js";
-import { readBox } from "./read_box.js";
+import { damageOf, readBox } from "./read_box.js";
 import { readState } from "./states.js";
 import { Tensor } from "./tensor.js";
 import { Value } from "./values.js";
 
 /** @typedef {import("./array_file.js").ArrayFile} ArrayFile */
+/** @typedef {ReadonlyMap<ArrayFile, ReadonlyMap<number, Error> | Error>} Damage for each file the errors of blocks, or that of the header */
 /** @typedef {{start?: readonly number[], stop?: readonly number[]}} Slice positions for each axis, as in `Array.slice` without negative ones */
 
 /** An array that is read when it is used. */
@@ -43,6 +44,12 @@ export class ArrayLeaf {
     checkReadable(this.row);
     return new Tensor(this.dtype, box.shape, await readBox(this.row, this.files, box), this.type, this.impl);
   }
+
+  /** Returns the errors that `read` would meet, or raises one. @param {Damage} damage of the files @returns {Promise<Error[]>} */
+  async damage(damage) {
+    checkReadable(this.row);
+    return damageOf(this.row, this.files, damage);
+  }
 }
 
 /** The states of a data iterator in an array file. */
@@ -67,6 +74,14 @@ export class IteratorLeaf {
       return new Value("iterator", ["each", states]);
     });
   }
+
+  /** Returns the errors that `read` would meet, or raises one. @param {Damage} damage of the files @returns {Promise<Error[]>} */
+  async damage(damage) {
+    const errors = await damageOf(this.row, this.files, damage);
+    // The states may break rules of the format.
+    if (!errors.length) await this.read();
+    return errors;
+  }
 }
 
 /** A leaf that is no array; the manifest has it. */
@@ -86,6 +101,11 @@ export class ValueLeaf {
 
   async read() {
     return this.content;
+  }
+
+  /** @returns {Promise<Error[]>} */
+  async damage() {
+    return [];
   }
 }
 

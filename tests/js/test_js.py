@@ -270,18 +270,70 @@ def test_a_sharded_leaf_takes_three_requests(js: node.Driver, tmp_path: pathlib.
             assert base64.b64decode(part["data"]) == expected[path][3:7, 5:13].tobytes()
 
 
-def test_servers_that_cannot_serve_are_named(js: node.Driver) -> None:
+def test_small_leaves_at_once_share_requests(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {f"p{n:04d}": np.full(1000, n, np.float32) for n in range(1000)})
+    with serve(tmp_path / "c") as server:
+        assert js("together", server.url) == [list(range(1000))] * 2
+        size = sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
+        assert len(server.requests) == 6  # for each of both: the manifest, the header and all blocks
+        assert sum(sent for _, sent in server.requests) <= 2 * size
+
+
+def test_faults_of_a_server_that_pass_are_waited_for(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    leaf = np.arange(1 << 20, dtype=np.float32)
+    tr.save(tmp_path / "c", {"leaf": leaf})
+    with serve(tmp_path / "c") as server:
+        server.faults = ["cut", (503, {}), (429, {"Retry-After": "0"}), "cut", "cut", (500, {}), "cut"]
+        assert base64.b64decode(js("read", server.url, "leaf")["data"]) == leaf.tobytes()
+        assert not server.faults
+        assert sum(sent for _, sent in server.requests) < 3 * leaf.nbytes  # each continues where the last one ended
+
+        for faults, expected in (
+            ([(503, {"Retry-After": "0"})] * 4, r"expected 206, found 503\. Try again in 0 s"),
+            ([(429, {"Retry-After": "99"})], r"expected 206, found 429\. Try again in 99 s"),
+            ([(403, {})], r"expected 206, found 403\. Check the URL and your access"),
+            ([(206, {"Content-Encoding": "gzip"})], r"found them encoded as gzip\. Store it without Content-Encoding"),
+        ):
+            server.faults = list(faults)
+            with pytest.raises(node.CallError, match=expected) as caught:
+                js("read", server.url, "leaf")
+            assert caught.value.name == "SourceError" and not server.faults
+
+
+def test_servers_that_cannot_serve_are_named(js: node.Driver, tmp_path: pathlib.Path) -> None:
     with serve(GOLDEN / "v1-sharded", ranges=False) as server:
-        with pytest.raises(node.CallError, match=r"expected 206, found 200\. The server must support ranges"):
-            js("read", server.url, "both")
+        assert js("verify", server.url) == []
+        names = [name for name, _ in server.requests]
+        assert len(set(names)) == len(names)  # every file is read once
         with pytest.raises(node.CallError, match=r"expected a checkpoint, found no treering\.json"):
             js("read", f"{server.url}/nothing", "both")
+    sparse(tmp_path / "large", (64, 1 << 20), np.zeros(1 << 18, np.float32))
+    message = "expected 206, found 200 .* have more than 64 MiB"
+    with serve(tmp_path / "large", ranges=False) as server, pytest.raises(node.CallError, match=message):
+        js("read", server.url, "leaf")
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     with pytest.raises(node.CallError, match="expected an answer") as caught:
         js("read", f"http://127.0.0.1:{port}", "both")
     assert caught.value.name == "SourceError"
+
+
+@pytest.mark.rare
+def test_memory_is_that_of_the_leaf(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    """A leaf on a server, and `verify` of one that is larger than any array of JavaScript."""
+    sparse(tmp_path / "part", (256, 1 << 20), np.zeros(1 << 18, np.float32))
+    sparse(tmp_path / "large", (4097, 1 << 20), np.zeros(1 << 18, np.float32))
+    begin = "import * as tr from 'treering';\nconst before = process.resourceUsage().maxRSS >> 10;\n"
+    end = "console.log((process.resourceUsage().maxRSS >> 10) - before);"
+    with serve(tmp_path / "part") as server:
+        for work, most in (
+            (f"await (await tr.open({server.url!r})).leaf('zeros').read();", 1.2 * 256),
+            (f"const found = await (await tr.open({str(tmp_path / 'large')!r})).verify();", 200),
+        ):
+            (js.package / "memory.mjs").write_text(begin + work + end)
+            done = subprocess.run(["node", js.package / "memory.mjs"], capture_output=True, text=True, check=True)
+            assert float(done.stdout) <= most
 
 
 def test_damage_is_found_and_named(js: node.Driver, tmp_path: pathlib.Path) -> None:

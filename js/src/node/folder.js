@@ -23,7 +23,7 @@ export function folderSource(folder) {
       }
     },
     list: () => readdir(folder),
-    chunkBytes: 16 * 2 ** 20,
+    chunkBytes: 4 * 2 ** 20,
   };
 }
 
