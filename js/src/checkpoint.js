@@ -1,7 +1,7 @@
 /** An open checkpoint. */
 
 import { ArrayFile } from "./array_file.js";
-import { ready, xxh3 } from "./checksum.js";
+import { xxh3 } from "./checksum.js";
 import {
   DamagedError,
   InputError,
@@ -176,7 +176,6 @@ function limit(most) {
 
 /** Opens a checkpoint: reads its manifest. Raises `NotFoundError`, `DamagedError` or `UnsupportedError`. @param {Source} source */
 export async function openSource(source) {
-  await ready();
   return new Checkpoint(source, await readManifest(source));
 }
 

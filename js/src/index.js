@@ -1,7 +1,6 @@
 /** The public names, for browsers. `node/index.js` adds folders. */
 
 import { openSource } from "./checkpoint.js";
-import { ready } from "./checksum.js";
 import { InputError, show } from "./errors.js";
 import { filesSource, handleSource } from "./sources/browser.js";
 import { httpSource } from "./sources/http.js";
@@ -74,7 +73,6 @@ function sourceOf(target) {
  */
 export async function write(target, tree, options) {
   if (!(target instanceof Map) || target.size) throw new InputError("write: expected an empty Map");
-  await ready();
   for (const { name, parts } of encodeCheckpoint(tree, options)) {
     target.set(name, new Uint8Array(await new Blob(/** @type {any} */ (parts)).arrayBuffer()));
   }
