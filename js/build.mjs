@@ -46,5 +46,5 @@ for (const name of readdirSync(join(root, "src"), { recursive: true })) {
   mkdirSync(dirname(join(target, name)), { recursive: true });
   writeFileSync(join(target, name), commonJs(readFileSync(join(root, "src", name), "utf8"), name));
 }
-cpSync(join(root, "types", "index.d.ts"), join(target, "index.d.ts"));
+cpSync(join(root, "types"), target, { recursive: true });
 writeFileSync(join(target, "package.json"), '{ "type": "commonjs" }\n');

@@ -18,16 +18,21 @@ import { decodeManifest, MANIFEST } from "./manifest.js";
 import { decodeTree } from "./tree.js";
 
 /** @typedef {import("./sources/source.js").Source} Source */
+/** @typedef {import("./leaf.js").Differences} Differences */
 /** @typedef {ReturnType<typeof leafOf>} Leaf */
 
 /** Reads of array files at a time: browsers make no more requests to one server over HTTP/1.1. */
 const MAX_READS = 6;
 
 export class Checkpoint {
-  /** @param {Source} source @param {Uint8Array} bytes those of the manifest */
-  constructor(source, bytes) {
+  /**
+   * @param {Source} source @param {Uint8Array} bytes those of the manifest
+   * @param {Differences} [differences] reads arrays that are stored as differences
+   */
+  constructor(source, bytes, differences) {
     const manifest = decodeManifest(bytes);
     this.source = source;
+    this.differences = differences;
     this.manifest = manifest;
     this.identity = xxh3(bytes);
     this.created = manifest.created;
@@ -47,7 +52,7 @@ export class Checkpoint {
     const limited = limit(MAX_READS);
     this.files = manifest.files.map((entry) => new ArrayFile(source, entry, limited, onMissing));
     /** @type {ReadonlyMap<string, Leaf>} */
-    this.leaves = new Map(manifest.leaves.map((row, n) => [row.path, leafOf(row, this.files, manifest.places[n])]));
+    this.leaves = new Map(manifest.leaves.map((row, n) => [row.path, leafOf(row, this, manifest.places[n])]));
   }
 
   /** Returns the leaf of that path. Raises `InputError`. @param {string} path @returns {Leaf} */
@@ -174,9 +179,13 @@ function limit(most) {
   };
 }
 
-/** Opens a checkpoint: reads its manifest. Raises `NotFoundError`, `DamagedError` or `UnsupportedError`. @param {Source} source */
-export async function openSource(source) {
-  return new Checkpoint(source, await readManifest(source));
+/**
+ * Opens a checkpoint: reads its manifest. Raises `NotFoundError`, `DamagedError` or `UnsupportedError`.
+ *
+ * @param {Source} source @param {Differences} [differences]
+ */
+export async function openSource(source, differences) {
+  return new Checkpoint(source, await readManifest(source), differences);
 }
 
 /** @param {Source} source @returns {Promise<Uint8Array>} */

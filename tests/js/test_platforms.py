@@ -162,9 +162,14 @@ def in_chromium(app: App, tmp_path: pathlib.Path) -> None:
     starts = [
         'target(new Worker("/worker.js", { type: "module" }));',
         'target(new Worker("/classic.js"));',
-        'navigator.serviceWorker.register("/classic.js"); navigator.serviceWorker.ready.then((one) => target(one.active));',
+        'const all = navigator.serviceWorker; all.register("/classic.js"); all.ready.then((it) => target(it.active));',
     ]
+    opened = 'import { open } from "treering";\nimport { differences } from "treering/differences";\n'
+    app.write("weights.js", opened + "export const read = async (at) => (await open(at, { differences })).verify();")
+    app.bundle("weights.js", "esm", "web/weights.js")
+    shutil.copytree(node.ROOT / "tests" / "golden" / "v1-differences", app.folder / "web" / "weights")
     with page(app, tmp_path) as (one, browser):
+        assert one.run('import("/weights.js").then(({ read }) => read("/weights/step-00000003"))') == []
         assert one.run('import("/read.js").then(({ read }) => read("/c"))') == ANSWER
         assert [one.run(ASK % start) for start in starts] == [ANSWER] * 3
         assert browser.errors == []
@@ -205,6 +210,11 @@ def by_tsc(app: App) -> None:
     app.write("example.ts", example)
     app.write(
         "types.cts", 'import treering = require("treering");\nexport const open: typeof treering.open = treering.open;'
+    )
+    app.write(
+        "differences.ts",
+        'import { open } from "treering";\nimport { differences } from "treering/differences";\n'
+        'export const opened = open("https://example.org", { differences });',
     )
     app.write("plain.d.ts", "declare var console: { log(...data: unknown[]): void };")
     common = {"strict": True, "noEmit": True, "skipDefaultLibCheck": True, "target": "es2022", "module": "nodenext"}

@@ -27,6 +27,7 @@ export function folderSource(folder) {
       }
     },
     list: () => readdir(folder),
+    sibling: (name, levels) => folderSource(join(folder, ...Array(levels).fill(".."), name)),
     chunkBytes: Infinity,
   };
 }

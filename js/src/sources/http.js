@@ -25,6 +25,12 @@ export function httpSource(base, request = fetch) {
   return {
     place: base.href,
     list: undefined,
+    sibling(name, levels) {
+      const url = new URL(base);
+      const folders = url.pathname.replace(/\/$/, "").split("/").slice(0, -levels);
+      url.pathname = [...folders, encodeURIComponent(name)].join("/");
+      return httpSource(url, request);
+    },
     chunkBytes: Infinity,
     async read(name, start, end, passing) {
       const file = kept.get(name);

@@ -9,6 +9,8 @@
  *   if the file is shorter. A source may hand them to `passing` instead, part by part and in order, and return the rest.
  *   Raises `MissingFileError`, `DamagedError` if the file is not a regular one, or `SourceError`
  * @property {(() => Promise<string[]>) | undefined} list returns the names of all files; missing where that is impossible
+ * @property {(name: string, levels: number) => Source} [sibling] returns the directory of that name, so many levels higher; missing
+ *   where that is impossible
  * @property {number} [chunkBytes] longer reads are split, so that less memory is needed; not on a server, where each read
  *   is a request
  */
