@@ -6,21 +6,21 @@ import pathlib
 import re
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
 class RangeServer:
     """A folder on a server: its URL, and the requests since `requests` was cleared as `(name, bytes sent)`.
 
-    `faults` has what happens to the next requests for array files: a status with headers, or `"cut"`: half of the body
-    comes before the connection ends.
+    `faults` has what happens to the next requests for array files: a status with headers; `"cut"`: half of the body
+    comes before the connection ends; or what is called before the answer.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.requests: list[tuple[str, int]] = []
-        self.faults: list[tuple[int, dict[str, str]] | str] = []
+        self.faults: list[tuple[int, dict[str, str]] | str | Callable[[], object]] = []
 
 
 @contextlib.contextmanager
@@ -38,6 +38,8 @@ def serve(folder: pathlib.Path, *, ranges: bool = True) -> Iterator[RangeServer]
                 made[0].requests.append((name, 0))
                 return self._answer(404, b"")
             fault = made[0].faults.pop(0) if made[0].faults and name.endswith(".safetensors") else None
+            if callable(fault):
+                fault()
             if isinstance(fault, tuple) and fault[0] != 206:
                 made[0].requests.append((name, 0))
                 return self._answer(fault[0], b"", fault[1])

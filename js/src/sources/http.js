@@ -21,7 +21,7 @@ const MAX_KEPT_BYTES = 64 * 2 ** 20;
 export function httpSource(base, request = fetch) {
   /** @type {Map<string, Uint8Array>} */
   const kept = new Map();
-  let free = MAX_KEPT_BYTES;
+  const budget = { free: MAX_KEPT_BYTES };
   return {
     place: base.href,
     list: undefined,
@@ -38,15 +38,16 @@ export function httpSource(base, request = fetch) {
       const url = new URL(base);
       url.pathname = `${url.pathname.replace(/\/$/, "")}/${encodeURIComponent(name)}`;
       const download = new Download(url.href, name, start, end, passing);
-      await download.run(request, free);
+      await download.run(request, budget);
       const { bytes, size, isComplete } = download;
       if (!isComplete) return { bytes, size };
       kept.set(name, bytes);
-      free -= bytes.length;
       return { bytes: bytes.subarray(start, end), size };
     },
   };
 }
+
+/** The bytes that may still be kept. @typedef {{free: number}} Budget */
 
 /** A failure that may pass. */
 class Failure extends Error {
@@ -92,12 +93,12 @@ class Download {
     return bytes;
   }
 
-  /** Sends requests until all bytes have come. @param {typeof fetch} request @param {number} mostKept */
-  async run(request, mostKept) {
+  /** Sends requests until all bytes have come. @param {typeof fetch} request @param {Budget} budget */
+  async run(request, budget) {
     for (let failures = 0; ;) {
       const before = this.at;
       try {
-        return await this.ask(request, mostKept);
+        return await this.ask(request, budget);
       } catch (error) {
         if (!(error instanceof Failure)) throw error;
         failures = this.at > before && this.isRange ? 1 : failures + 1;
@@ -109,8 +110,8 @@ class Download {
     }
   }
 
-  /** Sends one request for what is missing. Raises `Failure` if another one may bring it. @param {typeof fetch} request @param {number} mostKept */
-  async ask(request, mostKept) {
+  /** Sends one request for what is missing. Raises `Failure` if another one may bring it. @param {typeof fetch} request @param {Budget} budget */
+  async ask(request, budget) {
     const { url, isRange, start, end } = this;
     // A part of a file without a known size may be one of another version.
     if (!isRange) [this.at, this.parts] = [start, []];
@@ -120,7 +121,7 @@ class Download {
     const { status } = answer;
     const encoding = answer.headers.get("Content-Encoding") ?? "identity";
     const total = totalOf(answer);
-    if (status === 200 && isRange) return this.keep(answer, mostKept);
+    if (status === 200 && isRange) return this.keep(answer, budget);
     if (status === 416 && (total !== undefined || this.at > start)) {
       // Without a total, the file ends where the bytes that came do.
       this.size = total ?? this.at;
@@ -141,20 +142,25 @@ class Download {
     if (!isRange) this.size = this.at;
   }
 
-  /** Takes all of a file, from a server that ignores ranges. @param {Response} answer @param {number} most */
-  async keep(answer, most) {
-    const advice = `A server must support ranges if the files of a checkpoint have more than ${MAX_KEPT_BYTES >> 20} MiB`;
+  /** Takes all of a file, from a server that ignores ranges. @param {Response} answer @param {Budget} budget */
+  async keep(answer, budget) {
     [this.at, this.parts] = [0, []];
-    let length = Number(answer.headers.get("Content-Length") ?? 0);
-    for await (const bytes of length > most ? [] : bodyOf(answer)) {
-      this.at += bytes.length;
-      this.parts.push(bytes);
-      length = Math.max(length, this.at);
-      if (length > most) break;
-    }
-    if (length > most) {
-      await answer.body?.cancel().catch(() => {});
-      throw new SourceError(`${this.url}: expected 206, found 200 and ${length} bytes or more. ${advice}`);
+    const isLong = Number(answer.headers.get("Content-Length") ?? 0) > budget.free;
+    try {
+      for await (const bytes of isLong ? [] : bodyOf(answer)) {
+        this.at += bytes.length;
+        this.parts.push(bytes);
+        budget.free -= bytes.length;
+        if (budget.free < 0) break;
+      }
+      if (isLong || budget.free < 0) {
+        await answer.body?.cancel().catch(() => {});
+        const advice = `A server must support ranges if the files of a checkpoint have more than ${MAX_KEPT_BYTES >> 20} MiB`;
+        throw new SourceError(`${this.url}: expected 206, found 200. ${advice}`);
+      }
+    } catch (error) {
+      budget.free += this.at;
+      throw error;
     }
     this.size = this.at;
     this.isComplete = true;
