@@ -195,6 +195,7 @@ def test_mutants_have_the_verdict_of_treering(js: node.Driver, tmp_path: pathlib
     """Changes checkpoints and seals them again. Where the readers differ, the format page leaves a question open."""
     choice = random.Random(sampling.SEED)
     origins = [GOLDEN / name for name in ("v1-everything", "v1-sharded", "v1-placement", "v1-iterator-states")]
+    origins.append(GOLDEN / "v1-differences" / "step-00000001")
     for name, expected in VERDICTS.items():
         if (
             re.match("field-m|layout|placement|requires|stat|tie|tree-k|value-[^i]", name)
