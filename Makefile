@@ -151,7 +151,7 @@ soak: $(VENV)/test
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-newest .venv-gpu .fuzz dist wheels
 
-$(PAGES): $(shell find js/pages js/src js/vendor -type f)
+$(PAGES): $(shell find js/pages js/src -type f)
 	$(PYTHON) js/pages/build.py
 
 $(VENV)/bin/python:

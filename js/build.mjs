@@ -24,9 +24,20 @@ function commonJs(text, file) {
       return head;
     })
     .replace(/^export \{\};$/gm, "");
-  const odd = /^(?:import|export)\b.*|\bimport\.meta\b|\bimport\(.*(?<!\*\/)$/m.exec(body.replace(/\/\*\*[^]*?\*\//g, ""));
+  const odd = /^(?:import|export)\b.*|\bimport\.meta\b|\bimport\(.*(?<!\*\/)$/m.exec(
+    body.replace(/\/\*\*[^]*?\*\//g, ""),
+  );
   if (odd) throw new Error(`${file}: expected imports and exports of names, found ${odd[0]}`);
   return `"use strict";\n${body}${late.join("")}`;
+}
+
+if (process.argv[2] === "wasm") {
+  const { default: load } = await import("wabt");
+  const text = readFileSync(join(root, "src", "xxh3.wat"), "utf8");
+  const { buffer } = (await load()).parseWat("xxh3.wat", text, { simd: true }).toBinary({});
+  const code = Buffer.from(buffer).toString("base64");
+  const about = "/** The WebAssembly of `xxh3.wat`, in base64: `npm run wasm` makes this module. */";
+  writeFileSync(join(root, "src", "xxh3_wasm.js"), `${about}\n\nexport const WASM =\n  "${code}";\n`);
 }
 
 rmSync(target, { recursive: true, force: true });
@@ -35,5 +46,5 @@ for (const name of readdirSync(join(root, "src"), { recursive: true })) {
   mkdirSync(dirname(join(target, name)), { recursive: true });
   writeFileSync(join(target, name), commonJs(readFileSync(join(root, "src", name), "utf8"), name));
 }
-cpSync(join(root, "types", "index.d.ts"), join(target, "index.d.ts"));
+cpSync(join(root, "types"), target, { recursive: true });
 writeFileSync(join(target, "package.json"), '{ "type": "commonjs" }\n');

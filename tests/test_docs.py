@@ -13,7 +13,10 @@ import treering as tr
 from treering._cli import main as command_line
 
 ROOT = pathlib.Path(__file__).parent.parent
-FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "js/README.md")]
+FRONT = [
+    ROOT / name
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "js/README.md", "js/libraries.md")
+]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 PAGES = [*FRONT, *DOCS, *RESULTS]

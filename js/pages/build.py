@@ -13,7 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "js" / "pages"
 TOOLS = ROOT / "src" / "treering" / "_tools"
-VENDORED = {"hash-wasm": ROOT / "js" / "vendor" / "hash-wasm.js"}
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function\*?|class|const) (\w+))", re.MULTILINE)
@@ -56,10 +55,9 @@ def bundle(entry: Path) -> str:
             return number
         numbers[module] = None
         text = module.read_text("utf-8")
-        is_vendored = module in VENDORED.values()
-        body, exports = (_vendored(module, text), []) if is_vendored else _body(module, text, include)
+        body, exports = _body(module, text, include)
         number = numbers[module] = len(parts)
-        end = "" if is_vendored else f"return {{ {', '.join(exports)} }};\n"
+        end = f"return {{ {', '.join(exports)} }};\n"
         parts.append(f"// {module.relative_to(ROOT / 'js')}\nconst m{number} = (() => {{\n{body}{end}}})();\n")
         return number
 
@@ -75,19 +73,13 @@ def _body(module: Path, text: str, include: Callable[[Path], int]) -> tuple[str,
 
     def imported(match: re.Match[str]) -> str:
         names, target = match[1].strip().rstrip(",").replace(" as ", ": "), match[2]
-        path = VENDORED.get(target) or (module.parent / target).resolve()
+        path = (module.parent / target).resolve()
         return f"const {{ {' '.join(names.split())} }} = m{include(path)};\n"
 
     body = _EXPORT.sub(r"\1", _IMPORT.sub(imported, _COMMENT.sub("", text)))
     if unknown := re.search(r"^(import|export)\b.*", body, re.MULTILINE):
         raise ValueError(f"{module}: expected imports and exports of names, found {unknown[0]!r}")
     return body.strip("\n") + "\n", [name for _, name in _EXPORT.findall(text)]
-
-
-def _vendored(module: Path, text: str) -> str:
-    """Wraps a script that assigns to `exports`, with its license."""
-    license_text = module.with_suffix(".LICENSE").read_text("utf-8")
-    return f"/*!\n{license_text}*/\nconst exports = {{}}, module = {{}};\n{text}\nreturn exports;\n"
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ export function isEmpty(box) {
  * @param {Box} from
  * @param {Box} to
  * @param {number} itemBytes
+ * @param {number} [after] most runs that end before this position of the first array are left out
  * @returns {Generator<ByteRun>}
  */
-export function* byteRuns(part, from, to, itemBytes) {
+export function* byteRuns(part, from, to, itemBytes, after = 0) {
   if (isEmpty(part)) return;
   const axes = part.shape.length;
   // Trailing axes that are complete in both boxes make longer runs.
@@ -39,6 +40,14 @@ export function* byteRuns(part, from, to, itemBytes) {
   let source = offset(part, from, fromStrides);
   let target = offset(part, to, toStrides);
   const index = new Array(outer).fill(0);
+  // The last run that begins at or before `after`: what precedes it ends before it begins.
+  let rest = after - source;
+  for (let axis = 0; axis < outer && rest > 0; axis++) {
+    index[axis] = Math.min(part.shape[axis] - 1, Math.floor(rest / fromStrides[axis]));
+    rest -= index[axis] * fromStrides[axis];
+    source += index[axis] * fromStrides[axis];
+    target += index[axis] * toStrides[axis];
+  }
   for (;;) {
     yield { from: source, to: target, length };
     let axis = outer - 1;

@@ -1,7 +1,7 @@
 /** An open checkpoint. */
 
 import { ArrayFile } from "./array_file.js";
-import { ready, xxh3 } from "./checksum.js";
+import { xxh3 } from "./checksum.js";
 import {
   DamagedError,
   InputError,
@@ -18,13 +18,21 @@ import { decodeManifest, MANIFEST } from "./manifest.js";
 import { decodeTree } from "./tree.js";
 
 /** @typedef {import("./sources/source.js").Source} Source */
+/** @typedef {import("./leaf.js").Differences} Differences */
 /** @typedef {ReturnType<typeof leafOf>} Leaf */
 
+/** Reads of array files at a time: browsers make no more requests to one server over HTTP/1.1. */
+const MAX_READS = 6;
+
 export class Checkpoint {
-  /** @param {Source} source @param {Uint8Array} bytes those of the manifest */
-  constructor(source, bytes) {
+  /**
+   * @param {Source} source @param {Uint8Array} bytes those of the manifest
+   * @param {Differences} [differences] reads arrays that are stored as differences
+   */
+  constructor(source, bytes, differences) {
     const manifest = decodeManifest(bytes);
     this.source = source;
+    this.differences = differences;
     this.manifest = manifest;
     this.identity = xxh3(bytes);
     this.created = manifest.created;
@@ -41,9 +49,10 @@ export class Checkpoint {
       ...(manifest.hasMetadata && { metadata: manifest.metadata }),
     };
     const onMissing = (/** @type {MissingFileError} */ error) => this.explainMissing(error);
-    this.files = manifest.files.map((entry) => new ArrayFile(source, entry, onMissing));
+    const limited = limit(MAX_READS);
+    this.files = manifest.files.map((entry) => new ArrayFile(source, entry, limited, onMissing));
     /** @type {ReadonlyMap<string, Leaf>} */
-    this.leaves = new Map(manifest.leaves.map((row, n) => [row.path, leafOf(row, this.files, manifest.places[n])]));
+    this.leaves = new Map(manifest.leaves.map((row, n) => [row.path, leafOf(row, this, manifest.places[n])]));
   }
 
   /** Returns the leaf of that path. Raises `InputError`. @param {string} path @returns {Leaf} */
@@ -62,11 +71,16 @@ export class Checkpoint {
    * @returns {Promise<unknown>}
    */
   async load() {
+    // All at once, so that leaves share requests. All end before an error is raised: that of the first leaf.
+    const rows = this.manifest.leaves;
+    const settled = await Promise.allSettled(
+      rows.map((row) => (tiedOf(row) === undefined ? this.leaf(row.path).read() : undefined)),
+    );
     const read = new Map();
-    for (const [path, leaf] of this.leaves) {
-      const tied = leaf.kind === "array" ? leaf.tied : undefined;
-      read.set(path, tied === undefined ? await leaf.read() : read.get(tied));
-    }
+    settled.forEach((one, n) => {
+      if (one.status === "rejected") throw one.reason;
+      read.set(rows[n].path, one.value ?? read.get(tiedOf(rows[n])));
+    });
     // Decoded again, so that the caller owns the containers.
     const { top, paths, leafPlaces } = decodeTree(this.manifest.tree, this.leaves.size);
     leafPlaces.forEach(([children, position], index) => (children[position] = read.get(paths[index])));
@@ -80,15 +94,22 @@ export class Checkpoint {
    * @returns {Promise<{leaf: string | null, error: DamagedError | UnsupportedError}[]>}
    */
   async verify() {
+    /** @type {Map<ArrayFile, Map<number, Error> | Error>} */
+    const damage = new Map();
+    await Promise.all(this.files.map(async (file) => damage.set(file, await orError(file.verify()))));
     const problems = [];
+    const known = new Set();
     for (const [path, leaf] of this.leaves) {
-      const error = await errorOf(() => leaf.read());
-      if (error) problems.push({ leaf: path, error });
+      const found = await orError(leaf.damage(damage));
+      const errors = found instanceof Error ? [found] : found;
+      for (const error of errors) known.add(error.message);
+      if (errors.length) problems.push({ leaf: path, error: judged(errors[0]) });
     }
-    const known = new Set(problems.map(({ error }) => error.message));
-    for (const file of this.files) {
-      const error = await errorOf(() => file.readRest());
-      if (error && !known.has(error.message)) problems.push({ leaf: null, error });
+    for (const found of damage.values()) {
+      for (const error of found instanceof Error ? [found] : found.values()) {
+        if (!known.has(error.message)) problems.push({ leaf: null, error: judged(error) });
+        known.add(error.message);
+      }
     }
     const late = this.source.list ? (await this.lateMetrics()).files : [];
     for (const { error } of late) if (error) problems.push({ leaf: null, error });
@@ -120,21 +141,51 @@ export class Checkpoint {
   }
 }
 
-/** Returns the error that a read raises about the bytes. @param {() => Promise<unknown>} read */
-async function errorOf(read) {
+/** Returns what a promise brings, or its error about the bytes. @template T @param {Promise<T>} promise */
+async function orError(promise) {
   try {
-    await read();
-    return null;
+    return await promise;
   } catch (error) {
-    if (error instanceof DamagedError || error instanceof UnsupportedError) return error;
-    throw error;
+    return judged(error);
   }
 }
 
-/** Opens a checkpoint: reads its manifest. Raises `NotFoundError`, `DamagedError` or `UnsupportedError`. @param {Source} source */
-export async function openSource(source) {
-  await ready();
-  return new Checkpoint(source, await readManifest(source));
+/** Raises an error that is not about the bytes: it leaves open whether they are right. @param {unknown} error */
+function judged(error) {
+  if (error instanceof DamagedError || error instanceof UnsupportedError) return error;
+  throw error;
+}
+
+/** Returns the path of the leaf that is the same array. @param {import("./leaf_rows.js").LeafRow} row */
+function tiedOf(row) {
+  return row.kind === "array" ? row.tied : undefined;
+}
+
+/** Returns a function that does at most so many works at a time. @param {number} most @returns {<T>(work: () => Promise<T>) => Promise<T>} */
+function limit(most) {
+  /** @type {(() => void)[]} */
+  const waiting = [];
+  let free = most;
+  return async (work) => {
+    if (free) free--;
+    else await new Promise((/** @type {(_: void) => void} */ resolve) => waiting.push(resolve));
+    try {
+      return await work();
+    } finally {
+      const next = waiting.shift();
+      if (next) next();
+      else free++;
+    }
+  };
+}
+
+/**
+ * Opens a checkpoint: reads its manifest. Raises `NotFoundError`, `DamagedError` or `UnsupportedError`.
+ *
+ * @param {Source} source @param {Differences} [differences]
+ */
+export async function openSource(source, differences) {
+  return new Checkpoint(source, await readManifest(source), differences);
 }
 
 /** @param {Source} source @returns {Promise<Uint8Array>} */

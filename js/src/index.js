@@ -1,7 +1,6 @@
 /** The public names, for browsers. `node/index.js` adds folders. */
 
 import { openSource } from "./checkpoint.js";
-import { ready } from "./checksum.js";
 import { InputError, show } from "./errors.js";
 import { filesSource, handleSource } from "./sources/browser.js";
 import { httpSource } from "./sources/http.js";
@@ -31,14 +30,16 @@ export { bytes } from "./write/flatten.js";
  *
  * @param {any} target a URL of a directory, a `FileSystemDirectoryHandle`, a list of `File`s, a Map from names to bytes,
  *   or a source `{place, read, list}`
- * @param {{fetch?: typeof fetch}} [options] `fetch` makes the requests to a server
+ * @param {{fetch?: typeof fetch, differences?: import("./leaf.js").Differences}} [options] `fetch` makes the requests to a
+ *   server, and `differences` reads published weights
  */
-export async function open(target, { fetch: request, ...rest } = {}) {
-  if (Object.keys(rest).length) throw new InputError(`open: expected the option fetch, found ${Object.keys(rest)}`);
+export async function open(target, { fetch: request, differences, ...rest } = {}) {
+  if (Object.keys(rest).length)
+    throw new InputError(`open: expected the options fetch and differences, found ${Object.keys(rest)}`);
   const url = urlOf(target);
-  if (url) return openSource(httpSource(url, request));
+  if (url) return openSource(httpSource(url, request), differences);
   if (request) throw new InputError("open: expected no option fetch, because the target is no URL");
-  return openSource(sourceOf(target));
+  return openSource(sourceOf(target), differences);
 }
 
 /** Returns the URL of a target that is one; text is relative to the page. @param {any} target @returns {URL | undefined} */
@@ -74,7 +75,6 @@ function sourceOf(target) {
  */
 export async function write(target, tree, options) {
   if (!(target instanceof Map) || target.size) throw new InputError("write: expected an empty Map");
-  await ready();
   for (const { name, parts } of encodeCheckpoint(tree, options)) {
     target.set(name, new Uint8Array(await new Blob(/** @type {any} */ (parts)).arrayBuffer()));
   }

@@ -1,23 +1,28 @@
 /** Leaves of an open checkpoint. */
 
+import { byteRuns } from "./boxes.js";
 import { InputError, show, supported, UnsupportedError } from "./errors.js";
 import { MANIFEST } from "./manifest.js";
-import { readBox } from "./read_box.js";
+import { damageOf, readBox } from "./read_box.js";
+import { countOf } from "./shapes.js";
 import { readState } from "./states.js";
 import { Tensor } from "./tensor.js";
 import { Value } from "./values.js";
 
 /** @typedef {import("./array_file.js").ArrayFile} ArrayFile */
+/** @typedef {import("./checkpoint.js").Checkpoint} Owner */
+/** @typedef {typeof import("./differences.js").differences} Differences */
+/** @typedef {ReadonlyMap<ArrayFile, ReadonlyMap<number, Error> | Error>} Damage for each file the errors of blocks, or that of the header */
 /** @typedef {{start?: readonly number[], stop?: readonly number[]}} Slice positions for each axis, as in `Array.slice` without negative ones */
 
 /** An array that is read when it is used. */
 export class ArrayLeaf {
   /**
    * @param {import("./leaf_rows.js").ArrayRow} row
-   * @param {readonly ArrayFile[]} files
+   * @param {Owner} checkpoint
    * @param {Record<string, unknown>} [placement]
    */
-  constructor(row, files, placement) {
+  constructor(row, checkpoint, placement) {
     this.kind = /** @type {const} */ ("array");
     this.path = row.path;
     this.type = row.type;
@@ -29,7 +34,8 @@ export class ArrayLeaf {
     /** Where the array was in the job that saved it, in the fields of the format; undefined if that is not recorded. */
     this.placement = placement;
     this.row = row;
-    this.files = files;
+    this.checkpoint = checkpoint;
+    this.files = checkpoint.files;
   }
 
   /**
@@ -40,8 +46,30 @@ export class ArrayLeaf {
    */
   async read(slice) {
     const box = boxOf(this, slice);
-    checkReadable(this.row);
-    return new Tensor(this.dtype, box.shape, await readBox(this.row, this.files, box), this.type, this.impl);
+    checkReadable(this);
+    const bytes = await (this.row.difference ? this.difference(box) : readBox(this.row, this.files, box));
+    return new Tensor(this.dtype, box.shape, bytes, this.type, this.impl);
+  }
+
+  /** Returns the errors that `read` would meet, or raises one. @param {Damage} damage of the files @returns {Promise<Error[]>} */
+  async damage(damage) {
+    checkReadable(this);
+    const { difference } = this.row;
+    const errors = await damageOf(difference?.stored ?? this.row, this.files, damage);
+    if (difference && !errors.length) await this.read();
+    return errors;
+  }
+
+  /** Reads a box of an array that is stored as a difference. @param {import("./boxes.js").Box} box */
+  async difference(box) {
+    const { differences } = this.checkpoint;
+    const all = await /** @type {Differences} */ (differences).read(this.checkpoint, this.row);
+    const { shape, dtype } = this.row;
+    const bytes = new Uint8Array(countOf(box.shape) * dtype.itemBytes);
+    const full = { start: shape.map(() => 0), shape };
+    for (const { from, to, length } of byteRuns(box, full, box, dtype.itemBytes))
+      bytes.set(all.subarray(from, from + length), to);
+    return bytes;
   }
 }
 
@@ -67,6 +95,14 @@ export class IteratorLeaf {
       return new Value("iterator", ["each", states]);
     });
   }
+
+  /** Returns the errors that `read` would meet, or raises one. @param {Damage} damage of the files @returns {Promise<Error[]>} */
+  async damage(damage) {
+    const errors = await damageOf(this.row, this.files, damage);
+    // The states may break rules of the format.
+    if (!errors.length) await this.read();
+    return errors;
+  }
 }
 
 /** A leaf that is no array; the manifest has it. */
@@ -87,12 +123,19 @@ export class ValueLeaf {
   async read() {
     return this.content;
   }
+
+  /** @returns {Promise<Error[]>} */
+  async damage() {
+    return [];
+  }
 }
 
-/** @param {import("./leaf_rows.js").ArrayRow} row */
-function checkReadable(row) {
-  if (!row.requires.length) return;
-  const message = `${row.path}: expected no feature that this reader does not know, found ${row.requires}. Read it with a newer release`;
+/** @param {ArrayLeaf} leaf */
+function checkReadable({ path, row: { requires, difference }, checkpoint }) {
+  if (!requires.length && (!difference || checkpoint.differences)) return;
+  const message = difference
+    ? `${path}: expected an array without a base, found differences. Read it in Node, or with the option \`differences\` of \`open\``
+    : `${path}: expected no feature that this reader does not know, found ${requires}. Read it with a newer release`;
   throw new UnsupportedError(message, { file: MANIFEST });
 }
 
@@ -121,10 +164,10 @@ function boxOf({ path, shape }, slice) {
 
 /**
  * @param {import("./leaf_rows.js").LeafRow} row
- * @param {readonly ArrayFile[]} files
+ * @param {Owner} checkpoint
  * @param {Record<string, unknown>} [placement]
  */
-export function leafOf(row, files, placement) {
+export function leafOf(row, checkpoint, placement) {
   if (row.kind === "value") return new ValueLeaf(row);
-  return row.lengths ? new IteratorLeaf(row, files) : new ArrayLeaf(row, files, placement);
+  return row.lengths ? new IteratorLeaf(row, checkpoint.files) : new ArrayLeaf(row, checkpoint, placement);
 }

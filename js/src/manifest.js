@@ -22,6 +22,7 @@ const FIELDS = [
   "requires",
   "created",
   "software",
+  "base",
   "step",
   "metrics",
   "metadata",
@@ -60,6 +61,7 @@ function decodeFields(fields) {
   const software = new Map();
   for (const [name, version] of object(fields.get("software"), "software"))
     software.set(name, text(version, "software"));
+  const base = optional("base", decodeBase);
   const step = optional("step", (json) => integer(json, "step"));
   const metrics = optional("metrics", decodeMetrics);
   const hasMetadata = fields.has("metadata");
@@ -71,10 +73,10 @@ function decodeFields(fields) {
   const rows = list(fields.get("leaves"), "leaves");
   const tree = fields.get("tree") ?? null;
   const { paths } = decodeTree(tree, rows.length);
-  const leaves = decodeLeaves(rows, paths, { files: files.length, layouts });
+  const leaves = decodeLeaves(rows, paths, { files: files.length, layouts, hasBase: base !== undefined });
   const places = optional("placement", (json) => decodePlacement(json, rows.length)) ?? [];
   optional("static", checkStatic);
-  return { created, software, step, metrics, metadata, hasMetadata, files, tree, leaves, places };
+  return { created, software, base, step, metrics, metadata, hasMetadata, files, tree, leaves, places };
 }
 
 const TIME = /^(\d{4})-(\d\d)-(\d\d)T([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)$/;
@@ -97,15 +99,30 @@ export function decodeMetrics(json) {
   return metrics;
 }
 
+/** Decodes the base, to whose arrays this checkpoint stores differences. @param {Json} json */
+function decodeBase(json) {
+  const fields = object(json, "base");
+  return {
+    name: decodeName(fields.get("name"), "the name of the base"),
+    xxh3: checksum(fields.get("xxh3"), "the checksum of the base"),
+  };
+}
+
+/** @param {Json | undefined} json @param {string} place */
+function decodeName(json, place) {
+  const name = text(json, place);
+  const bytes = new TextEncoder().encode(name).length;
+  const isName = bytes >= 1 && bytes <= 255 && !/[/\\\0]/.test(name) && ![".", "..", MANIFEST].includes(name);
+  check(isName, place, "1 to 255 bytes without /, \\ and NUL", name);
+  return name;
+}
+
 /** @param {Json | undefined} json @returns {FileEntry[]} */
 function decodeFiles(json) {
   const names = new Set();
   return list(json, "files").map((row) => {
     const fields = object(row, "an entry of files");
-    const name = text(fields.get("name"), "the name of a file");
-    const bytes = new TextEncoder().encode(name).length;
-    const isName = bytes >= 1 && bytes <= 255 && !/[/\\\0]/.test(name) && ![".", "..", MANIFEST].includes(name);
-    check(isName, "the name of a file", "1 to 255 bytes without /, \\ and NUL", name);
+    const name = decodeName(fields.get("name"), "the name of a file");
     check(!names.has(name), "the name of a file", "each name once", name);
     names.add(name);
     const size = integer(fields.get("size"), `the size of ${name}`);

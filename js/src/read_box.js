@@ -21,22 +21,44 @@ import { countOf, sameShape } from "./shapes.js";
  * @returns {Promise<Uint8Array>}
  */
 export async function readBox(leaf, files, box) {
-  /** @type {Map<number, Piece[]>} */
-  const byFile = new Map();
   const full = sameShape(box.shape, leaf.shape);
-  for (const piece of leaf.pieces()) {
-    // A piece without elements has a tensor, too, which a complete read checks.
-    if (!full && isEmpty(intersection(piece, box))) continue;
-    const others = byFile.get(piece.file);
-    if (others) others.push(piece);
-    else byFile.set(piece.file, [piece]);
-  }
+  // A piece without elements has a tensor, too, which a complete read checks.
+  const wanted = leaf.pieces().filter((piece) => full || !isEmpty(intersection(piece, box)));
   // Headers come first: a shape that no tensor has must not decide how much memory is taken.
-  const located = await Promise.all(Array.from(byFile, ([file, pieces]) => locate(leaf, files[file], pieces)));
+  const located = await locate(leaf, files, wanted);
   const bytes = allocate(countOf(box.shape) * leaf.dtype.itemBytes, leaf.path);
   await Promise.all(located.map(({ file, found }) => readPieces(found, file, box, leaf.dtype.itemBytes, bytes)));
   leaf.dtype.normalize?.(bytes);
   return bytes;
+}
+
+/**
+ * Returns the errors that a read of the leaf would meet, given those of its files: for each the errors of blocks, or one
+ * error of the header.
+ *
+ * @param {ArrayRow} leaf
+ * @param {readonly ArrayFile[]} files
+ * @param {ReadonlyMap<ArrayFile, ReadonlyMap<number, Error> | Error>} damage
+ * @returns {Promise<Error[]>}
+ */
+export async function damageOf(leaf, files, damage) {
+  const pieces = leaf.pieces();
+  for (const { file } of pieces) {
+    const found = damage.get(files[file]);
+    if (found instanceof Error) return [found];
+  }
+  const errors = [];
+  for (const { file, found } of await locate(leaf, files, pieces)) {
+    const blocks = /** @type {ReadonlyMap<number, Error>} */ (damage.get(file));
+    if (!blocks.size) continue;
+    for (const { stored } of found) {
+      for (let block = Math.floor(stored.begin / BLOCK_BYTES); block * BLOCK_BYTES < stored.end; block++) {
+        const error = blocks.get(block);
+        if (error) errors.push(error);
+      }
+    }
+  }
+  return errors;
 }
 
 /** @param {number} length @param {string} path @returns {Uint8Array} */
@@ -50,13 +72,24 @@ function allocate(length, path) {
   }
 }
 
-/** Finds the tensors of pieces. @param {ArrayRow} leaf @param {ArrayFile} file @param {Piece[]} pieces */
-async function locate(leaf, file, pieces) {
-  const { tensors } = await file.header();
-  const found = supported(file.entry.name, () =>
-    pieces.map((piece) => ({ piece, stored: storedTensor(leaf, piece, tensors) })),
+/**
+ * Finds the tensors of pieces, for each file in its order.
+ *
+ * @param {ArrayRow} leaf @param {readonly ArrayFile[]} files @param {Piece[]} pieces
+ */
+function locate(leaf, files, pieces) {
+  /** @type {Map<ArrayFile, Piece[]>} */
+  const byFile = new Map(pieces.map(({ file }) => [files[file], []]));
+  for (const piece of pieces) byFile.get(files[piece.file])?.push(piece);
+  return Promise.all(
+    Array.from(byFile, async ([file, some]) => {
+      const { tensors } = await file.header();
+      const found = supported(file.entry.name, () =>
+        some.map((piece) => ({ piece, stored: storedTensor(leaf, piece, tensors) })),
+      );
+      return { file, found: found.sort((a, b) => a.stored.begin - b.stored.begin) };
+    }),
   );
-  return { file, found: found.sort((a, b) => a.stored.begin - b.stored.begin) };
 }
 
 /**
@@ -66,20 +99,31 @@ async function locate(leaf, file, pieces) {
  * @param {number} itemBytes
  * @param {Uint8Array} bytes
  */
-async function readPieces(found, file, box, itemBytes, bytes) {
-  const copies = copiesOf(found, box, itemBytes);
-  let copy = copies.next();
-  // Both are in the order of the file, so that no run is needed again.
-  for await (const run of file.blocks(spansOf(found, box, itemBytes))) {
-    const end = run.begin + run.bytes.length;
-    while (!copy.done && copy.value.from < end) {
-      const { from, to, length } = copy.value;
-      const part = run.bytes.subarray(from - run.begin, from - run.begin + length);
-      bytes.set(part, to);
-      if (part.length === length) copy = copies.next();
-      else copy.value = { from: from + part.length, to: to + part.length, length: length - part.length };
+function readPieces(found, file, box, itemBytes, bytes) {
+  return file.read(spansOf(found, box, itemBytes), (begin, block) => {
+    const end = begin + block.length;
+    for (let n = firstAfter(found, begin); n < found.length && found[n].stored.begin < end; n++) {
+      const { piece, stored } = found[n];
+      for (const run of byteRuns(intersection(piece, box), piece, box, itemBytes, begin - stored.begin)) {
+        const at = stored.begin + run.from;
+        if (at >= end) break;
+        const from = Math.max(at, begin);
+        const to = Math.min(at + run.length, end);
+        if (from < to) bytes.set(block.subarray(from - begin, to - begin), run.to + from - at);
+      }
     }
+  });
+}
+
+/** Returns the position of the first tensor that ends after `begin`. @param {Found[]} found @param {number} begin */
+function firstAfter(found, begin) {
+  let low = 0;
+  for (let high = found.length; low < high;) {
+    const middle = (low + high) >> 1;
+    if (found[middle].stored.end > begin) high = middle;
+    else low = middle + 1;
   }
+  return low;
 }
 
 /** Lists what to copy, from positions in the buffer. @param {Found[]} found @param {Box} box @param {number} itemBytes */

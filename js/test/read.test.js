@@ -80,6 +80,56 @@ test("bytes and files that no leaf names are verified", async () => {
   assert.deepEqual([leaf, error.name, error.file], [null, "DamagedError", late]);
 });
 
+test("reads at once bring each block once", async () => {
+  const shape = [5, 700_000];
+  const { ckpt, reads } = await recorded({ a: tr.tensor(numbers(3_500_000), { shape }), b: numbers(4), c: numbers(2) });
+  const boxes = [[0, 5], [1, 2], [4, 5], [0, 3]]; // prettier-ignore
+  const parts = boxes.map(([from, to]) => ckpt.leaf("a").read({ start: [from, 5], stop: [to, 699_990] }));
+  const others = [ckpt.leaf("b").read(), ckpt.leaf("c").read(), ckpt.leaf("a").read()];
+  for (const [n, { data, shape: found }] of (await Promise.all(parts)).entries()) {
+    assert.deepEqual(found, [boxes[n][1] - boxes[n][0], 699_985]);
+    for (const at of [0, 1, 699_984, 699_985, data.length - 1].filter((one) => one < data.length)) {
+      const row = boxes[n][0] + Math.floor(at / 699_985);
+      assert.equal(data[at], row * 700_000 + 5 + (at % 699_985));
+    }
+  }
+  assert.deepEqual(
+    (await Promise.all(others)).map(({ data }) => data.at(-1)),
+    [3, 1, 3_499_999],
+  );
+  assert.equal(reads.length, 3);
+});
+
+test("an abort of one read leaves the others alone", async () => {
+  const files = new Map();
+  await tr.write(files, { x: numbers(3), y: numbers(5) });
+  let abort;
+  let failing = 0;
+  const fetch = async (url, { headers }) => {
+    const bytes = files.get(String(url).split("/").at(-1));
+    const range = /bytes=(\d+)-(\d+)/.exec(headers?.Range ?? "");
+    if (range && failing-- > 0) await new Promise((_, reject) => (abort = reject));
+    return new Response(range ? bytes.slice(+range[1], +range[2] + 1) : bytes, { status: range ? 206 : 200 });
+  };
+  // The header and the blocks are on their way for one read when others come.
+  for (const step of [0, 1]) {
+    const ckpt = await tr.open("https://example.org/c", { fetch });
+    if (step) await ckpt.leaf("y").read();
+    if (step) for (const file of ckpt.files) file.recent.clear();
+    failing = 1;
+    const one = ckpt.leaf("x").read();
+    await new Promise((resolve) => setTimeout(resolve, 1));
+    const others = ["x", "y"].map((path) => ckpt.leaf(path).read());
+    await new Promise((resolve) => setTimeout(resolve, 1));
+    abort(new DOMException("left", "AbortError"));
+    await assert.rejects(one, { name: "AbortError" });
+    assert.deepEqual(
+      (await Promise.all(others)).map(({ data }) => data.length),
+      [3, 5],
+    );
+  }
+});
+
 test("boxes outside the shape are refused", async () => {
   const { ckpt } = await recorded({ x: numbers(3) });
   for (const slice of [

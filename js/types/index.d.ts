@@ -25,6 +25,8 @@ export interface Source {
   read(name: string, start: number, end: number | undefined): Promise<{ bytes: Uint8Array; size: number | undefined }>;
   /** Returns the names of all files. */
   list?: () => Promise<string[]>;
+  /** Returns the directory of that name, so many levels higher: for differences. */
+  sibling?: (name: string, levels: number) => Source;
 }
 
 /** What a read uses of a `Response`. */
@@ -40,6 +42,8 @@ export interface OpenOptions {
     url: string,
     options?: { headers?: Record<string, string>; cache?: "default" | "no-cache" },
   ) => Promise<Answer>;
+  /** `differences` of "treering/differences": reads arrays that are stored as differences to another checkpoint. */
+  differences?: { read(checkpoint: any, row: any): Promise<Uint8Array> };
 }
 
 /** A file that a user picked: a `File`. */

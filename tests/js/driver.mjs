@@ -96,6 +96,14 @@ const CALLS = {
     };
   },
 
+  // All leaves at once: the first element of each, and of those of `load`.
+  async together(target) {
+    const ckpt = await tr.open(target);
+    const arrays = await Promise.all(Array.from(ckpt.leaves.values(), (leaf) => leaf.read()));
+    const loaded = await (await tr.open(target)).load();
+    return [arrays, loaded.children].map((all) => all.map(({ data }) => data[0]));
+  },
+
   async verify(target) {
     const problems = await (await tr.open(target)).verify();
     return problems.map(({ leaf, error: { name, message, file, block } }) => ({ leaf, name, message, file, block }));

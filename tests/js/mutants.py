@@ -13,10 +13,12 @@ _VALUES: list[Any] = [
     "nan:7ff8000000000001", "0x20000000000001", "AA==", "/", "~", [], [0], [[0, 0]], [0, 0], ["x"], {}, {"x": 1},
     {"requires": ["x"]}, ["int", 1], ["float", 0.5], ["bytes", "AA=="], ["tuple", ["a"]],
     ["list", "", 0], ["dict", "", []],
+    {"name": "x", "xxh3": "0123456789abcdef"},
     ["value", "a", "int", 1], {"mesh": {"x": 2}, "spec": ["y"]}, {"axis_types": ["auto"]}, {"devices": [1, 2]},
 ]  # fmt: skip
 _FIELDS = [
-    "requires", "step", "metrics", "metadata", "metadata_floats", "layouts", "holders", "placement", "static", "more",
+    "requires", "step", "metrics", "metadata", "metadata_floats", "layouts", "holders", "placement", "static", "base",
+    "more",
 ]  # fmt: skip
 
 

@@ -1,21 +1,19 @@
-"""Runs the package in `js` in one Node process. npm installs its dependency once, next to pytest."""
+"""Runs the package in `js` in one Node process."""
 
 import contextlib
 import json
 import pathlib
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
-_INSTALL_SECONDS = 300
 _MIN_MAJOR = 20
 
 
 class UnavailableError(Exception):
-    """The package cannot run: Node or npm is missing, or npm cannot reach its registry."""
+    """The package cannot run: Node is missing, or too old."""
 
 
 class CallError(Exception):
@@ -57,12 +55,11 @@ def driver(folder: pathlib.Path) -> Iterator[Driver]:
 
 
 def _install(folder: pathlib.Path) -> pathlib.Path:
-    """Copies what npm would pack, and the tests, into a folder with the dependency. Raises `UnavailableError`."""
+    """Copies what npm would pack, and the tests, into a folder. Raises `UnavailableError`."""
     _node()
     package = folder / "js"
     shutil.copytree(ROOT / "js", package, ignore=shutil.ignore_patterns("node_modules"))
     shutil.copy(pathlib.Path(__file__).with_name("driver.mjs"), package)
-    (package / "node_modules").symlink_to(_dependency() / "node_modules")
     return package
 
 
@@ -74,27 +71,3 @@ def _node() -> str:
     if int(version.removeprefix("v").partition(".")[0]) < _MIN_MAJOR:
         raise UnavailableError(f"the package in js needs Node {_MIN_MAJOR}, found {version.strip()}")
     return node
-
-
-def _dependency() -> pathlib.Path:
-    """Returns the folder with the dependency. The first test process installs it. Raises `UnavailableError`."""
-    import fcntl  # missing on Windows
-
-    npm = shutil.which("npm")
-    if npm is None:
-        raise UnavailableError("the package in js needs npm, which is not installed")
-    folder = pathlib.Path(sys.prefix, "js")
-    folder.mkdir(exist_ok=True)
-    lock_file = (ROOT / "js" / "package-lock.json").read_bytes()
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        installed = folder / "installed.json"
-        if not installed.exists() or installed.read_bytes() != lock_file:
-            for name in ("package.json", "package-lock.json"):
-                shutil.copy(ROOT / "js" / name, folder)
-            command = [npm, "ci", "--omit=dev", "--prefix", str(folder), "--no-audit", "--no-fund", "--ignore-scripts"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
-            if done.returncode:
-                raise UnavailableError(f"npm cannot install hash-wasm: {done.stderr.strip()[-300:]}")
-            installed.write_bytes(lock_file)
-    return folder

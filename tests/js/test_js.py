@@ -84,17 +84,86 @@ def test_every_verdict_is_reached(js: node.Driver) -> None:
 def test_files_of_every_release_are_read(js: node.Driver) -> None:
     for path in sorted(GOLDEN.glob("v1-*")):
         folder = path / "1" if path.name == "v1-orbax-run" else path
-        if path.name.startswith("v1-differences"):  # JavaScript does not have this feature, and says so.
-            assert js("verify", str(path / "step-00000001")) == []
-            with pytest.raises(node.CallError, match="found differences") as caught:
+        if path.name == "v1-differences-in-parts":  # JavaScript does not have this feature, and says so.
+            with pytest.raises(node.CallError, match="found differences-in-parts") as caught:
                 js("read", str(path / "step-00000002"), "f32")
             assert caught.value.name == "UnsupportedError"
+            continue
+        if path.name == "v1-differences":  # the next test reads these
             continue
         assert js("verify", str(folder)) == []
     for path in sorted((GOLDEN / "future").iterdir()):
         with pytest.raises(node.CallError) as caught:
             js("verify", str(path))
         assert caught.value.name == "UnsupportedError"
+
+
+def test_differences_to_a_base_are_read(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    """From folders and servers, in a rewound run, and none of a base that is missing or another."""
+    for step in sorted((GOLDEN / "v1-differences").iterdir()):
+        assert js("verify", str(step)) == []
+        for name, expected in tr.restore(step).items():
+            assert base64.b64decode(js("read", str(step), name)["bytes"]) == expected.tobytes(), (step, name)
+    numbers = np.random.default_rng(0)
+    tree = {
+        name: numbers.integers(0, 256, (100_000, dtype_of(name).itemsize), np.uint8).view(dtype_of(name)).reshape(-1)
+        for name in ("uint8", "bfloat16", "int64", "complex128")
+    }
+    with tr.Publisher(tmp_path / "run") as publisher:
+        for version in range(1, 5):
+            for array in tree.values():
+                part = array.view(f"u{min(8, array.itemsize)}")
+                part[numbers.integers(0, part.size, 2000)] += numbers.integers(-9, 9, 2000).astype(part.dtype)
+            publisher.publish(version, {name: array.copy() for name, array in tree.items()})
+        publisher.wait()
+    (tmp_path / "run" / "rewound-1").mkdir()
+    last = tmp_path / "run" / "rewound-1" / "step-00000004"
+    (tmp_path / "run" / "step-00000004").rename(last)
+    assert "differences" in (last / "treering.json").read_text()
+    with serve(tmp_path / "run") as server:
+        for place in (str(last), f"{server.url}/rewound-1/step-00000004"):
+            for name, array in tree.items():
+                assert base64.b64decode(js("read", place, name)["bytes"]) == array.tobytes()
+                part = js("read", place, name, {"start": [5], "stop": [700]})
+                assert base64.b64decode(part["bytes"]) == array[5:700].tobytes()
+    shutil.copy(tmp_path / "run" / "step-00000002" / "treering.json", tmp_path / "run" / "step-00000003")
+    (problem, *_) = js("verify", str(last))
+    assert problem["name"] == "DamagedError" and "expected its base, found" in problem["message"]
+    shutil.rmtree(tmp_path / "run" / "step-00000003")
+    (problem, *_) = js("verify", str(last))
+    assert problem["leaf"] and "found no treering.json" in problem["message"]
+
+
+def test_random_damage_of_a_difference_is_found(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    """Frames with right checksums that are no frames, or of another size, do not pass, crash or hang."""
+    origin = GOLDEN / "v1-differences"
+    shutil.copytree(origin / "step-00000001", tmp_path / "step-00000001")
+    choice, folders = random.Random(sampling.SEED), []
+    for number in range(200 if sampling.STRIDE == 1 else 50):
+        folder = tmp_path / f"changed-{number}"
+        shutil.copytree(origin / "step-00000002", folder)
+        (file,) = folder.glob("*.safetensors")
+        manifest, data = json.loads((folder / "treering.json").read_text()), bytearray(file.read_bytes())
+        header = manifest["files"][0]["header"]
+        for _ in range(choice.choice([1, 1, 3])):
+            data[choice.randrange(header, len(data))] ^= 1 << choice.randrange(8)
+        begin = bytes(data[:header]).replace(
+            xxhash.xxh3_64_hexdigest((origin / "step-00000002" / file.name).read_bytes()[header:]).encode(),
+            xxhash.xxh3_64_hexdigest(bytes(data[header:])).encode(),
+        )
+        file.write_bytes(begin + data[header:])
+        manifest["files"][0]["xxh3"] = xxhash.xxh3_64_hexdigest(begin)
+        del manifest["xxh3"]
+        body = json.dumps(manifest)[:-1].encode()
+        (folder / "treering.json").write_bytes(body + f',"xxh3":"{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode())
+        folders.append(folder)
+    for folder, (found, message) in zip(folders, js("verdicts", [str(folder) for folder in folders]), strict=True):
+        try:
+            tr.restore(folder)
+            expected = "valid"
+        except tr.errors.CorruptError:
+            expected = "damaged"
+        assert found == expected, (folder, message)
 
 
 def described(folder: pathlib.Path) -> dict[str, Any]:
@@ -131,6 +200,7 @@ def test_mutants_have_the_verdict_of_treering(js: node.Driver, tmp_path: pathlib
     """Changes checkpoints and seals them again. Where the readers differ, the format page leaves a question open."""
     choice = random.Random(sampling.SEED)
     origins = [GOLDEN / name for name in ("v1-everything", "v1-sharded", "v1-placement", "v1-iterator-states")]
+    origins.append(GOLDEN / "v1-differences" / "step-00000001")
     for name, expected in VERDICTS.items():
         if (
             re.match("field-m|layout|placement|requires|stat|tie|tree-k|value-[^i]", name)
@@ -270,18 +340,80 @@ def test_a_sharded_leaf_takes_three_requests(js: node.Driver, tmp_path: pathlib.
             assert base64.b64decode(part["data"]) == expected[path][3:7, 5:13].tobytes()
 
 
-def test_servers_that_cannot_serve_are_named(js: node.Driver) -> None:
+def test_small_leaves_at_once_share_requests(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "c", {f"p{n:04d}": np.full(1000, n, np.float32) for n in range(1000)})
+    with serve(tmp_path / "c") as server:
+        assert js("together", server.url) == [list(range(1000))] * 2
+        size = sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
+        assert len(server.requests) == 6  # for each of both: the manifest, the header and all blocks
+        assert sum(sent for _, sent in server.requests) <= 2 * size
+
+
+def test_faults_of_a_server_that_pass_are_waited_for(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    leaf = np.arange(1 << 20, dtype=np.float32)
+    tr.save(tmp_path / "c", {"leaf": leaf})
+    with serve(tmp_path / "c") as server:
+        server.faults = ["cut", (503, {}), (429, {"Retry-After": "0"}), "cut", "cut", (500, {}), "cut"]
+        assert base64.b64decode(js("read", server.url, "leaf")["data"]) == leaf.tobytes()
+        assert not server.faults
+        assert sum(sent for _, sent in server.requests) < 3 * leaf.nbytes  # each continues where the last one ended
+
+        for faults, expected in (
+            ([(503, {"Retry-After": "0"})] * 4, r"expected 206, found 503\. Try again in 0 s"),
+            ([(429, {"Retry-After": "99"})], r"expected 206, found 429\. Try again in 99 s"),
+            ([(403, {})], r"expected 206, found 403\. Check the URL and your access"),
+            ([(206, {"Content-Encoding": "gzip"})], r"found them encoded as gzip\. Store it without Content-Encoding"),
+        ):
+            server.faults = list(faults)
+            with pytest.raises(node.CallError, match=expected) as caught:
+                js("read", server.url, "leaf")
+            assert caught.value.name == "SourceError" and not server.faults
+
+        # Another file takes the place while a read waits: its bytes never mix with those that came.
+        (file,) = (tmp_path / "c").glob("*.safetensors")
+        data = file.read_bytes()
+        for other, message in ((bytes(len(data)), "expected the checksum"), (data + b"x", f"found {len(data) + 1}")):
+            server.faults = [str, "cut", lambda other=other: file.write_bytes(other)]
+            with pytest.raises(node.CallError, match=message) as caught:
+                js("read", server.url, "leaf")
+            assert caught.value.name == "DamagedError" and not server.faults
+            file.write_bytes(data)
+
+
+def test_servers_that_cannot_serve_are_named(js: node.Driver, tmp_path: pathlib.Path) -> None:
     with serve(GOLDEN / "v1-sharded", ranges=False) as server:
-        with pytest.raises(node.CallError, match=r"expected 206, found 200\. The server must support ranges"):
-            js("read", server.url, "both")
+        assert js("verify", server.url) == []
+        names = [name for name, _ in server.requests]
+        assert len(set(names)) == len(names)  # every file is read once
         with pytest.raises(node.CallError, match=r"expected a checkpoint, found no treering\.json"):
             js("read", f"{server.url}/nothing", "both")
+    sparse(tmp_path / "large", (64, 1 << 20), np.zeros(1 << 18, np.float32))
+    message = r"expected 206, found 200\. A server must support ranges if .* more than 64 MiB"
+    with serve(tmp_path / "large", ranges=False) as server, pytest.raises(node.CallError, match=message):
+        js("read", server.url, "leaf")
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     with pytest.raises(node.CallError, match="expected an answer") as caught:
         js("read", f"http://127.0.0.1:{port}", "both")
     assert caught.value.name == "SourceError"
+
+
+@pytest.mark.rare
+def test_memory_is_that_of_the_leaf(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    """A leaf on a server, and `verify` of one that is larger than any array of JavaScript."""
+    sparse(tmp_path / "part", (256, 1 << 20), np.zeros(1 << 18, np.float32))
+    sparse(tmp_path / "large", (4097, 1 << 20), np.zeros(1 << 18, np.float32))
+    begin = "import * as tr from 'treering';\nconst before = process.resourceUsage().maxRSS >> 10;\n"
+    end = "console.log((process.resourceUsage().maxRSS >> 10) - before);"
+    with serve(tmp_path / "part") as server:
+        for work, most in (
+            (f"await (await tr.open({server.url!r})).leaf('zeros').read();", 1.2 * 256),
+            (f"const found = await (await tr.open({str(tmp_path / 'large')!r})).verify();", 200),
+        ):
+            (js.package / "memory.mjs").write_text(begin + work + end)
+            done = subprocess.run(["node", js.package / "memory.mjs"], capture_output=True, text=True, check=True)
+            assert float(done.stdout) <= most
 
 
 def test_damage_is_found_and_named(js: node.Driver, tmp_path: pathlib.Path) -> None:

@@ -2,7 +2,6 @@
 
 import { mkdir, open, readdir, rename, rm, stat } from "node:fs/promises";
 import { basename, dirname, join, resolve } from "node:path";
-import { ready } from "../checksum.js";
 import { InputError } from "../errors.js";
 import { encodeCheckpoint, randomToken } from "../write/checkpoint.js";
 
@@ -19,7 +18,6 @@ const LOCK = "writer.lock";
  * @param {import("../write/checkpoint.js").WriteOptions} [options]
  */
 export async function writeFolder(folder, tree, options) {
-  await ready();
   const files = encodeCheckpoint(tree, options);
   const target = resolve(folder);
   const parent = dirname(target);

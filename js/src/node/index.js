@@ -2,6 +2,7 @@
 
 import { fileURLToPath } from "node:url";
 import { openSource } from "../checkpoint.js";
+import { differences } from "../differences.js";
 import { InputError } from "../errors.js";
 import { open as openAnywhere, write as writeMemory } from "../index.js";
 import { writeFolder } from "./commit.js";
@@ -13,14 +14,14 @@ export * from "../index.js";
  * Opens a checkpoint in a folder, or whatever `open` takes in browsers.
  *
  * @param {any} target a path, a `file:` URL, or a target for browsers
- * @param {{fetch?: typeof fetch}} [options]
+ * @param {{fetch?: typeof fetch, differences?: typeof differences}} [options]
  */
 export async function open(target, options) {
   const folder = folderOf(target);
-  if (folder === undefined) return openAnywhere(target, options);
-  if (options && Object.keys(options).length)
-    throw new InputError(`${folder}: expected no options, found ${Object.keys(options)}`);
-  return openSource(folderSource(folder));
+  if (folder === undefined) return openAnywhere(target, { differences, ...options });
+  const odd = Object.keys(options ?? {}).filter((name) => name !== "differences");
+  if (odd.length) throw new InputError(`${folder}: expected no options, found ${odd}`);
+  return openSource(folderSource(folder), differences);
 }
 
 /**
