@@ -205,7 +205,7 @@ def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path:
         found = browser.page(f"file://{run.parent / 'report.html'}", width=width).run(f"(() => {{{DRIVER}}})()")
     assert browser.errors == []
     assert found["charts"] == ["loss", "<b>", "constructor", "size", "time since the step before"]
-    assert found["readouts"][:3] == ["80: nan", "", "80: 1"]  # The newest values, finite or not.
+    assert found["readouts"][:3] == ["step 80: nan", "", "step 80: 1"]  # The newest values, finite or not.
     assert len(found["paths"]) == 8 and found["filtered"] == [f"layers/{n}/b" for n in range(3)]
     assert found["detail"][:2] == ["norm", "mean ± deviation"] and found["bars"] > 0 and found["closed"] == 0
     assert found["sorted"][0].startswith("layers/") and found["sorted"][0].endswith("/w")

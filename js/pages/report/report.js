@@ -107,7 +107,7 @@ function leaves() {
   const columns = [path,
     { title: "what", value: (leaf) => leaf.what, cell: (leaf) => leaf.what + (last(leaf.there) ? "" : ", not in the last") },
     { title: "size", value: (leaf) => leaf.nbytes, cell: (leaf) => bytes(leaf.nbytes) },
-    { title: "norm over steps", value: (leaf) => last(leaf.norm), cell: (leaf) => spark(leaf.norm) },
+    { title: "norm over steps", value: (leaf) => last(leaf.norm), cell: (leaf) => spark(zip(leaf.norm)) },
     { title: "norm", value: (leaf) => last(leaf.norm), cell: (leaf) => number(last(leaf.norm)) },
     { title: "mean", value: (leaf) => last(leaf.mean), cell: (leaf) => number(last(leaf.mean)) },
     { title: "deviation", value: (leaf) => last(leaf.std), cell: (leaf) => number(last(leaf.std)) },

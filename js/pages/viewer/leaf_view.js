@@ -25,7 +25,7 @@ export function leafView(leaf) {
 
 async function run(leaf, result) {
   if (leaf.value) return result.replaceChildren(el("pre", {}, printableLines(valueText(await leaf.value(), MAX_TEXT))));
-  if (!isNumeric(leaf.dtype)) return result.replaceChildren(el("pre", {}, await firstElements(leaf)));
+  if (!isNumeric(leaf.dtype) || leaf.what.startsWith("key<")) return result.replaceChildren(el("pre", {}, await firstElements(leaf)));
   const survey = new Survey(leaf.shape);
   let stopped = false;
   const progress = el("progress", { max: Math.max(survey.size, 1), value: 0, "aria-label": "reading" });

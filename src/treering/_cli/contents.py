@@ -10,7 +10,7 @@ from .._core.units import count, nbytes, number
 from .._core.units import sharding as sharding_text
 from .._printable import safe
 from .arguments import BEST, PREFIX, STEP, Format
-from .leaf_text import describe_node, quantized_roles
+from .leaf_text import describe_node
 from .listing import chosen_step
 from .output import PATH, as_json, local_time, say, say_json, table, terminal_columns, truncate, utc_time
 
@@ -84,8 +84,9 @@ def show(
         return
     _show_head(ckpt, path)
     from .._core.outline import outline
+    from .._core.quantized import member_roles
 
-    roles = quantized_roles(ckpt)
+    roles = member_roles(ckpt._source)
     tree = outline(
         ckpt._source.entries,
         collapse=not everything,

@@ -4,7 +4,7 @@ import itertools
 
 from .._printable import safe
 from . import html, units
-from .describe import describe_entry, value_text
+from .describe import describe_entry, describe_leaf, value_text
 from .entries import ArrayEntry, Entry
 from .source import Source, arrays_of
 from .subtree import full_source, source_name
@@ -33,8 +33,8 @@ def page(source: Source) -> str:
 
     def what(entry: Entry) -> str:
         if not isinstance(entry, ArrayEntry):
-            return f"{describe_entry(entry)} {value_text(entry)}"
-        return f"{describe_entry(entry)} {units.sharding(source.sharding(entry))}".rstrip()
+            return describe_leaf(entry)
+        return f"{describe_leaf(entry)} {units.sharding(source.sharding(entry))}".rstrip()
 
     step = "" if source.step is None else f"step {source.step}"
     saved = "" if source.created is None else f"saved {source.created:%Y-%m-%d %H:%M:%S} UTC"

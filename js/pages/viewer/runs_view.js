@@ -1,0 +1,32 @@
+/** Several runs on the page: their metrics on the same axes. */
+
+import { charts, legend } from "../parts/chart.js";
+import { el } from "../parts/elements.js";
+import { bytes, counted, number, when } from "../parts/numbers.js";
+import { table } from "../parts/table.js";
+import { printable } from "./contents.js";
+import { metricNames, metricPoints } from "./run_view.js";
+
+/** Returns the section. `choose` is called with the name of the run that the user opens. @param {any[]} runs @param {(name: string) => void} choose */
+export function runsView(runs, choose) {
+  const shown = runs.map((run) => ({ ...run, rows: (run.steps ?? []).filter((row) => row.state === "good").sort((a, b) => a.step - b.step) }));
+  const curves = shown.filter((run) => run.rows.length);
+  const names = metricNames(curves.flatMap((run) => run.rows));
+  const last = (run, name) => metricPoints(run.rows, name).at(-1)?.[1] ?? null;
+  const bad = (run) => (run.steps ? run.steps.length - run.rows.length : 0);
+  const about = (run) => run.error ?? [run.finished ? "finished" : "", bad(run) ? `${bad(run)} not valid` : ""].filter(Boolean).join(", ");
+  const sum = (run) => run.rows.reduce((total, row) => total + (row.nbytes ?? 0), 0);
+  const columns = [
+    { title: "run", value: (run) => shown.indexOf(run), class: () => "path",
+      cell: (run) => el("button", { class: "link", onclick: () => choose(run.name) }, printable(run.name)) },
+    { title: "steps", value: (run) => run.rows.length, cell: (run) => (run.steps ? String(run.rows.length) : "one checkpoint") },
+    { title: "latest", value: (run) => run.rows.at(-1)?.step ?? null, cell: (run) => String(run.rows.at(-1)?.step ?? "") },
+    { title: "saved", value: (run) => run.rows.at(-1)?.created ?? null, cell: (run) => when(run.rows.at(-1)?.created) },
+    { title: "size", value: sum, cell: (run) => (run.rows.length ? bytes(sum(run)) : "") },
+    ...names.map((name) => ({ title: printable(name), value: (run) => last(run, name), cell: (run) => number(last(run, name)) })),
+    { title: "notes", value: about, class: (run) => (run.error || bad(run) ? "bad wrap" : "wrap"), cell: (run) => printable(about(run)) },
+  ];
+  const cards = names.map((name) => charts(printable(name), curves.map((run) => ({ name: printable(run.name), points: metricPoints(run.rows, name) }))));
+  return [el("p", { id: "run-status" }, counted(runs.length, "run")), table(columns, shown, { name: "runs" }).node,
+    ...(cards.length ? [el("h3", {}, "Metrics"), legend(curves.map((run) => printable(run.name))), el("div", { class: "cards", id: "metrics" }, cards)] : [])];
+}
