@@ -3,6 +3,7 @@
 import { parseDtype } from "../../src/dtypes.js";
 import { countOf } from "../../src/shapes.js";
 import { Value } from "../../src/values.js";
+import { printable } from "../parts/elements.js";
 import { bytes } from "../parts/numbers.js";
 
 /**
@@ -29,11 +30,6 @@ import { bytes } from "../parts/numbers.js";
  * @property {Leaf[]} leaves
  * @property {string[]} notes what is wrong
  */
-
-/** Returns a text in which every control character and change of direction shows as its number. @param {string} text */
-export function printable(text) {
-  return text.replace(/[\p{C}\u2028\u2029]/gu, (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
-}
 
 /**
  * @param {import("../../src/checkpoint.js").Checkpoint} ckpt

@@ -1,10 +1,9 @@
 /** The difference of two checkpoints on the page. */
 
-import { el } from "../parts/elements.js";
+import { el, printable } from "../parts/elements.js";
 import { bytes, number, percent } from "../parts/numbers.js";
 import { table } from "../parts/table.js";
 import { difference, pairs } from "./compare.js";
-import { printable } from "./contents.js";
 
 const WORDS = { added: "only in the second", removed: "only in the first", retyped: "dtype or shape differs", same: "not read" };
 

@@ -1,10 +1,10 @@
 /** A leaf on the page: its facts, and on request its statistics, histogram, heat map and values. */
 
 import { WIDTH } from "../parts/chart.js";
-import { el, svg } from "../parts/elements.js";
+import { el, printable, svg } from "../parts/elements.js";
 import { bytes, number, percent } from "../parts/numbers.js";
 import { isNumeric, numbersOf, tensorsOf } from "./chunks.js";
-import { printable, valueText } from "./contents.js";
+import { valueText } from "./contents.js";
 import { heatMap } from "./heat_map.js";
 import { Survey } from "./survey.js";
 

@@ -1,6 +1,6 @@
 /** The tree of a checkpoint: levels of paths, with the leaves and bytes below each. */
 
-import { printable } from "./contents.js";
+import { printable } from "../parts/elements.js";
 
 /**
  * @typedef {object} Node

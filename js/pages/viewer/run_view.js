@@ -1,10 +1,10 @@
 /** A run on the page: its metrics over steps. */
 
 import { chart } from "../parts/chart.js";
-import { el } from "../parts/elements.js";
+import { el, printable } from "../parts/elements.js";
 import { bytes, counted, duration, number, when } from "../parts/numbers.js";
+import { metric, metricNames, metricPoints } from "../parts/runs.js";
 import { table } from "../parts/table.js";
-import { printable } from "./contents.js";
 
 const DRAW_EVERY = 20; // A run may have thousands of steps: the curves grow while they are read.
 const MAX_NOTES = 10;
@@ -60,15 +60,6 @@ export function runView() {
 }
 
 const notesOf = (row) => [row.format === "treering" ? "" : row.format, ...row.marks].filter(Boolean).join(", ");
-
-/** The names of the metrics of some steps. */
-export const metricNames = (rows) => [...new Set(rows.flatMap((row) => Object.keys(row.metrics)))];
-
-/** The steps that have a metric, and its values. */
-export const metricPoints = (rows, name) => rows.map((row) => [row.step, metric(row, name)]).filter((point) => point[1] !== null);
-
-const metric = (row, name) => (Object.hasOwn(row.metrics, name) ? shown(row.metrics[name]) : null);
-const shown = (value) => (typeof value === "string" || Number.isFinite(value) ? value : String(value).toLowerCase().replace("infinity", "inf"));
 
 /** Reads a step, and describes it as `treering view` does. */
 export async function rowOf(step, n) {

@@ -1,9 +1,8 @@
 /** The tree on the page: rows that unfold, moved through by keys as WAI-ARIA describes for trees. */
 
-import { el } from "../parts/elements.js";
+import { el, printable } from "../parts/elements.js";
 import { matches } from "../parts/filter.js";
 import { bytes } from "../parts/numbers.js";
-import { printable } from "./contents.js";
 
 const ROWS = 500; // The tree draws this many rows at a time.
 const UNFOLDED = 30; // Levels are unfolded at first as long as they have so few rows.

@@ -1,10 +1,11 @@
 /** The viewer: shows checkpoints in the browser and sends nothing anywhere. The address says what it shows. */
 
-import { el } from "../parts/elements.js";
+import { el, printable } from "../parts/elements.js";
 import { bytes, counted, number, when } from "../parts/numbers.js";
+import { runsView } from "../parts/runs.js";
 import { treemap } from "../parts/treemap.js";
 import { formatView, parseView } from "./address.js";
-import { printable, valueText } from "./contents.js";
+import { valueText } from "./contents.js";
 import { detect } from "./detect.js";
 import { diffView } from "./diff_view.js";
 import { leafView } from "./leaf_view.js";
@@ -12,7 +13,6 @@ import { admit, lock } from "./lock.js";
 import { acceptDrops, opener, openUrl } from "./opener.js";
 import { outline, rectangles } from "./outline.js";
 import { runView } from "./run_view.js";
-import { runsView } from "./runs_view.js";
 import { openServed } from "./served.js";
 import { tree } from "./tree.js";
 

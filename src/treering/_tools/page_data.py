@@ -1,13 +1,20 @@
-"""Describes the steps of a run as values that JSON has, for the report and the viewer."""
+"""Describes runs and their steps as values that JSON has, for the report and the viewer."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from .._printable import safe
-from .listing import Listing, Row
+from .listing import Listing, Row, list_run
 
 _DIGITS = 5
+
+
+def run_fields(path: str, prefix: str | None = None) -> dict[str, Any]:
+    """Lists a run, and returns what a page shows of it."""
+    listing = list_run(path, prefix=prefix)
+    rows = [step_fields(row, listing) for row in listing.rows]
+    return {"path": safe(listing.path), "steps": rows, "finished": listing.finished}
 
 
 def step_fields(row: Row, listing: Listing) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ...errors import MismatchError, NotFoundError, TreeringError
 from ...stores.read_errors import raise_if_momentary
 from ..diff import ValueChange, diff
 from ..listing import Listing, Row, list_run
-from ..page_data import rounded, step_fields
+from ..page_data import rounded, run_fields, step_fields
 from ..stats import Stats, has_stats, stats
 
 _log = logging.getLogger("treering")
@@ -85,6 +85,31 @@ def gather(
         "diff": _difference(pair, notes) if pair and all(_opened(row, notes, max_expansion) for row in pair) else None,
         "notes": [safe(note.split("\n")[0]) for note in dict.fromkeys(notes)],
     }
+
+
+def gather_runs(paths: Sequence[str], *, prefix: str | None = None) -> dict[str, Any]:
+    """Lists several runs and returns the data of their report. It reads no arrays.
+
+    The report and the log name the runs that cannot be listed; `leftOut` is their number. Raises `NotFoundError` if
+    none can be listed.
+    """
+    places = [stores.absolute(path) for path in paths]
+    common = os.path.commonpath(places) if all(place.startswith("/") for place in places) else ""
+    notes: list[str] = []
+    runs: list[dict[str, Any]] = []
+    for place in places:
+        name = safe(os.path.relpath(place, common) if common else place)
+        try:
+            runs.append({"name": name, **run_fields(place, prefix)})
+        except (TreeringError, PermissionError) as error:
+            raise_if_momentary(error)
+            notes.append(f"{name} is left out: {error}")
+            _log.error("not in the report: %s", error)
+    if not runs:
+        raise NotFoundError(f"{safe(common) or paths[0]}: expected runs, found none that can be listed: {notes[0]}")
+    title = safe(os.path.basename(common)) or count(len(runs), "run")
+    found = {"run": title, "path": safe(common), "runs": runs, "leftOut": len(places) - len(runs), "read": []}
+    return {**found, "notes": [safe(note.split("\n")[0]) for note in notes]}
 
 
 def _pair(listing: Listing, good: list[Row], compare: Sequence[int], *, read: bool) -> tuple[Row, Row] | None:

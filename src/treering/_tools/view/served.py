@@ -23,7 +23,7 @@ from ..._run.open import open_checkpoint
 from ...errors import NotFoundError, TreeringError
 from ...stores.read_errors import raise_if_momentary
 from ..listing import list_run
-from ..page_data import shown_metrics, step_fields
+from ..page_data import run_fields, shown_metrics
 from ..runs_folder import scan_runs_folder
 
 _MAX_OPEN = 4  # checkpoints that are open at a time: the page shows one or two
@@ -60,9 +60,7 @@ class Served:
             raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing. Check the path")
         if formats.is_known(self._store, place):
             return {"path": safe(place)}
-        listing = list_run(place)
-        rows = [step_fields(row, listing) for row in listing.rows]
-        return {"path": safe(place), "steps": rows, "finished": listing.finished}
+        return run_fields(place)
 
     def _about_run(self, path: str) -> dict[str, Any]:
         name = posixpath.relpath(path, self.path)

@@ -1,13 +1,11 @@
 /** Several runs on the page: their metrics on the same axes. */
 
-import { charts, legend } from "../parts/chart.js";
-import { el } from "../parts/elements.js";
-import { bytes, counted, number, when } from "../parts/numbers.js";
-import { table } from "../parts/table.js";
-import { printable } from "./contents.js";
-import { metricNames, metricPoints } from "./run_view.js";
+import { charts, legend } from "./chart.js";
+import { el, printable } from "./elements.js";
+import { bytes, counted, number, when } from "./numbers.js";
+import { table } from "./table.js";
 
-/** Returns the section. `choose` is called with the name of the run that the user opens. @param {any[]} runs @param {(name: string) => void} choose */
+/** Returns the section. `choose` is called with the name of the run that the user opens, where that is possible. @param {any[]} runs @param {((name: string) => void) | null} choose */
 export function runsView(runs, choose) {
   const shown = runs.map((run) => ({ ...run, rows: (run.steps ?? []).filter((row) => row.state === "good").sort((a, b) => a.step - b.step) }));
   const curves = shown.filter((run) => run.rows.length);
@@ -18,7 +16,7 @@ export function runsView(runs, choose) {
   const sum = (run) => run.rows.reduce((total, row) => total + (row.nbytes ?? 0), 0);
   const columns = [
     { title: "run", value: (run) => shown.indexOf(run), class: () => "path",
-      cell: (run) => el("button", { class: "link", onclick: () => choose(run.name) }, printable(run.name)) },
+      cell: (run) => (choose ? el("button", { class: "link", onclick: () => choose(run.name) }, printable(run.name)) : printable(run.name)) },
     { title: "steps", value: (run) => run.rows.length, cell: (run) => (run.steps ? String(run.rows.length) : "one checkpoint") },
     { title: "latest", value: (run) => run.rows.at(-1)?.step ?? null, cell: (run) => String(run.rows.at(-1)?.step ?? "") },
     { title: "saved", value: (run) => run.rows.at(-1)?.created ?? null, cell: (run) => when(run.rows.at(-1)?.created) },
@@ -30,3 +28,13 @@ export function runsView(runs, choose) {
   return [el("p", { id: "run-status" }, counted(runs.length, "run")), table(columns, shown, { name: "runs" }).node,
     ...(cards.length ? [el("h3", {}, "Metrics"), legend(curves.map((run) => printable(run.name))), el("div", { class: "cards", id: "metrics" }, cards)] : [])];
 }
+
+/** The names of the metrics of some steps. */
+export const metricNames = (rows) => [...new Set(rows.flatMap((row) => Object.keys(row.metrics)))];
+
+/** The steps that have a metric, and its values. */
+export const metricPoints = (rows, name) => rows.map((row) => [row.step, metric(row, name)]).filter((point) => point[1] !== null);
+
+/** A metric of a step: a number, or the text nan or inf; null without it. */
+export const metric = (row, name) => (Object.hasOwn(row.metrics, name) ? shown(row.metrics[name]) : null);
+const shown = (value) => (typeof value === "string" || Number.isFinite(value) ? value : String(value).toLowerCase().replace("infinity", "inf"));
