@@ -390,3 +390,17 @@ def test_a_narrow_page_is_used_with_keys(run: pathlib.Path, served: Callable[...
     assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     back = page.run("getComputedStyle(document.body).backgroundColor")
     assert back == ("rgb(23, 24, 26)" if dark else "rgb(251, 250, 248)")
+
+
+@in_browser
+def test_text_of_the_pictures_fits_its_boxes(browser: chromium.Browser) -> None:
+    outside = """
+    Array.from(document.querySelectorAll("text"), (text) => {
+      const own = text.getBBox(), middle = own.x + own.width / 2;
+      const around = Array.from(document.querySelectorAll("rect"), (rect) => rect.getBBox()).find((box) =>
+        middle > box.x && middle < box.x + box.width && own.y > box.y && own.y < box.y + box.height);
+      return around && own.width > around.width - 4 ? text.textContent : "";
+    }).filter(Boolean)
+    """
+    for picture in ("save.svg", "benchmarks.svg"):
+        assert browser.page((ROOT / "docs" / "pictures" / picture).as_uri()).run(outside) == [], picture
