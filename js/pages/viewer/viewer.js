@@ -24,7 +24,7 @@ const place = (id, ...children) => el("div", { id }, ...children);
 const status = place("status");
 const places = { head: place("top"), controls: place("controls"), diff: place("comparison"), runs: place("runs-view"), leaves: place("contents"),
   sizes: place("sizes"), run: place("run"), facts: place("facts") };
-const another = el("details", { id: "another", open: "" }, el("summary", {}, "Open another"));
+const another = el("details", { id: "another", open: "" }, el("summary"));
 /** What was dropped or picked, by number: the address has no more of it. @type {{source: any}[]} */
 const dropped = [];
 /** What is on the page. @type {any} */
@@ -95,13 +95,19 @@ function clear() {
   shown = {};
   Object.values(places).forEach((one) => one.replaceChildren());
   document.title = "Treering viewer";
-  another.open = true;
+  offer(true);
+}
+
+/** Shows the ways to open something, or folds them away. @param {boolean} isEmpty */
+function offer(isEmpty) {
+  another.open = isEmpty;
+  another.firstChild.textContent = isEmpty ? "Open" : "Open another";
 }
 
 /** Begins to show what was found. */
 function show(view, found) {
   shown = { place: view.place, run: view.run, found, step: null, compare: "" };
-  another.open = false;
+  offer(false);
   if (found.place) heading(found.place, "");
   if (found.runs) {
     places.runs.replaceChildren(...runsView(found.runs, (run) => go({ run, step: "", compare: "", leaves: [] })));
@@ -251,6 +257,7 @@ function start() {
   const root = document.getElementById("viewer");
   const openFirst = (opening) => goTo(opening, "place");
   another.append(opener("Drop a checkpoint, a run, a directory of runs or safetensors files here, or choose. The page sends nothing anywhere.", openFirst));
+  offer(true);
   status.setAttribute("aria-live", "assertive");
   root.append(another, status, places.head, places.controls, places.diff, places.runs,
     el("div", { class: "columns" }, places.leaves, place("side", places.sizes, places.run, places.facts)),
