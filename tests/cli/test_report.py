@@ -203,7 +203,7 @@ return found;
 def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path: pathlib.Path, width: int) -> None:
     _report(treering, run)
     with chromium.browser(tmp_path) as browser:
-        page = browser.page(f"file://{run.parent / 'report.html'}", width=width)
+        page = browser.page(f"file://{run.parent / 'report.html'}", width=width, dark=width == 400)
         look(page)
         found = page.run(f"(() => {{{DRIVER}}})()")
         look(page)

@@ -96,6 +96,18 @@ def test_a_page_of_another_site_gets_nothing(server: ViewServer) -> None:
     assert "Access-Control-Allow-Origin" not in headers and headers["Content-Security-Policy"]
 
 
+def test_a_published_version_is_read_with_its_base(tmp_path: pathlib.Path) -> None:
+    w = np.zeros(10_000, "float32")
+    with tr.Publisher(tmp_path / "stream") as publisher:
+        publisher.publish(1, {"w": w})
+        w[7] = 3
+        publisher.publish(2, {"w": w.copy()})
+    served = Served(tmp_path / "stream")
+    assert served.contents("", "step-00000002")["leaves"][0]["what"] == "float32[10000]"
+    found = np.frombuffer(served.values("", "step-00000002", "w", [(5, 9)]), "float32")
+    assert found.tolist() == [0, 0, 3, 0] and served.about("")["steps"][1]["nbytes"] < w.nbytes
+
+
 def test_only_what_is_in_the_path_is_served(run: pathlib.Path, server: ViewServer) -> None:
     tr.save(run.parent / "secret", {"w": np.ones(3)})
     shutil.copytree(run, run.parent / "other")

@@ -327,7 +327,7 @@ def test_damage_is_shown_where_it_is(run: pathlib.Path, served: Callable[..., ch
     arrays.write_bytes(data)
     (run / "step-00000200" / "treering.json").chmod(0o644)
     (run / "step-00000200" / "treering.json").write_bytes(b"{}")
-    page = served(run)
+    page = served(run, width=400, dark=True)
     page.wait("document.getElementById('run-status')?.textContent === '3 steps, 2 valid'")
     assert "step-00000200/treering.json: expected" in page.wait("document.querySelector('#run .note')?.textContent")
     for path in page.texts(".node .path"):
