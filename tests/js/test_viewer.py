@@ -168,6 +168,12 @@ def test_a_run_that_is_written_is_updated(run: pathlib.Path, served: Callable[..
     assert "400" in page.texts("#metrics .card .faint")[0] and "step 300" in page.texts("#head")[0]
     page.click("#newer")
     page.wait("document.getElementById('head').textContent.includes('step 400')")
+    (run.parent / "new" / "step-00000001").mkdir(parents=True)  # its first save is running
+    page = served(run.parent / "new")
+    page.wait("document.querySelector('#status .note')?.textContent.includes('expected a valid step, found none')")
+    tr.save(run.parent / "new" / "step-00000002", {"w": np.ones(2)}, step=2)
+    page.wait("document.getElementById('head')?.textContent.includes('step 2')")
+    assert not page.texts("#status .note")
 
 
 @in_browser

@@ -1,5 +1,6 @@
 /** The viewer: shows checkpoints in the browser and sends nothing anywhere. The address says what it shows. */
 
+import { InputError, NotFoundError } from "../../src/errors.js";
 import { el, printable } from "../parts/elements.js";
 import { bytes, counted, number, when } from "../parts/numbers.js";
 import { runsView } from "../parts/runs.js";
@@ -85,7 +86,7 @@ async function find(where, run) {
   let opened;
   if (where.startsWith("url=")) opened = await openUrl(where.slice(4));
   else opened = dropped[Number(where.slice("dropped=".length))];
-  if (!opened) throw Object.assign(new Error("A page keeps no files after it was reloaded: drop them again"), { name: "InputError" });
+  if (!opened) throw new InputError("A page keeps no files after it was reloaded: drop them again");
   const found = await detect(opened.source, opened.file);
   return run ? found.runs.find(({ name }) => name === run).found : found;
 }
@@ -106,7 +107,8 @@ function offer(isEmpty) {
 
 /** Begins to show what was found. */
 function show(view, found) {
-  shown = { place: view.place, run: view.run, found, step: null, compare: "" };
+  // The text tells later whether anything has changed. What the page notes at the steps is not in it.
+  shown = { place: view.place, run: view.run, found, text: JSON.stringify(found), step: null, compare: "" };
   offer(false);
   if (found.place) heading(found.place, "");
   if (found.runs) {
@@ -135,11 +137,13 @@ function watch(delay) {
       }
     }
     if (own !== shown) return;
-    if (found && JSON.stringify(found) !== JSON.stringify(own.found)) {
-      own.found = found;
+    const text = found && JSON.stringify(found);
+    if (found && text !== own.text) {
+      Object.assign(own, { found, text });
       if (found.runs) places.runs.replaceChildren(...runsView(found.runs, (run) => go({ run, step: "", compare: "", leaves: [] })));
       else if (found.steps) own.runView.show(found.steps, found.finished ? "finished" : "");
       drawControls();
+      if (found.steps && !own.contents) apply(); // The first step may have come.
     }
     watch(Math.max(LOOK_AGAIN_MS, 20 * (Date.now() - begin)));
   }, delay);
@@ -151,7 +155,7 @@ async function openStep(name) {
   if (!steps) return contents;
   const named = (wanted) => {
     const found = steps.find((step) => step.name === wanted);
-    if (!found) throw Object.assign(new Error(`${where}: expected the step ${wanted}, found none of that name. It may have been deleted`), { name: "NotFoundError" });
+    if (!found) throw new NotFoundError(`${where}: expected the step ${wanted}, found none of that name. It may have been deleted`);
     return found;
   };
   if (name) {
@@ -169,7 +173,7 @@ async function openStep(name) {
       last = error;
     }
   }
-  throw last ?? Object.assign(new Error(`${where}: expected a valid step, found none`), { name: "NotFoundError" });
+  throw last ?? new NotFoundError(`${where}: expected a valid step, found none`);
 }
 
 function heading(where, text) {
@@ -190,7 +194,7 @@ function showContents(contents, step) {
   drawControls();
   const toggle = (path, isOpen) => {
     const { leaves } = parseView(location.hash);
-    go({ leaves: isOpen ? [...leaves, path] : leaves.filter((one) => one !== path) });
+    go({ leaves: [...leaves.filter((one) => one !== path), ...(isOpen ? [path] : [])] });
   };
   shown.tree = tree(root, leafView, toggle);
   places.leaves.replaceChildren(...contents.notes.map((note) => el("p", { class: "note" }, printable(note))), ...shown.tree.nodes);
@@ -237,7 +241,7 @@ async function compare(other, isLate) {
     second = found.contents ?? (await [...(found.steps ?? [])].reverse()[0]?.open());
   } else second = await shown.found.steps?.find(({ name }) => name === other)?.open();
   if (isLate()) return;
-  if (!second) throw Object.assign(new Error(`${other}: expected a step or a checkpoint to compare with, found none`), { name: "NotFoundError" });
+  if (!second) throw new NotFoundError(`${other}: expected a step or a checkpoint to compare with, found none`);
   places.diff.replaceChildren(el("section", {}, ...diffView(shown.contents, second, () => go({ compare: "" }))));
   places.diff.scrollIntoView({ block: "nearest" });
 }
