@@ -12,6 +12,7 @@ import pytest
 
 import treering as tr
 import treering.orbax as ocp
+from thread_jobs import processes
 from treering._cli.main import main
 from treering.errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 
@@ -348,3 +349,18 @@ def test_the_best_step_is_opened_and_restored(tmp_path: pathlib.Path) -> None:
         tr.open(run, best="")
     with pytest.raises(NotFoundError, match="expected a step with the metric 'loss', found no metrics"):
         tr.open(tmp_path / "none", best="loss")
+
+
+def test_the_processes_of_a_job_take_the_same_best_step(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4)):
+            ckpts.save(step, {"x": np.full(3, step)}, metrics={"loss": loss})
+    found: dict[int, int] = {}
+
+    def body(process: int) -> None:
+        with tr.Checkpointer(tmp_path / "run") as ckpts:
+            found[process] = int(ckpts.restore({"x": np.zeros(3, int)}, best="loss:min")["x"][0])
+
+    with processes(2) as job:
+        job.run(body)
+    assert not job.errors and found == {0: 2, 1: 2}
