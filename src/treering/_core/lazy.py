@@ -122,12 +122,13 @@ class LazyArray:
         import numpy as np
 
         from . import html
+        from .heat_map import heat_map
 
         is_number = self._entry.type != "key" and self.dtype.kind not in "MmUSO"
         if not is_number or self.size < 2 or self.nbytes > _PICTURE_BYTES:
             return ""
         try:
-            return html.heat_map(np.asarray(self))
+            return heat_map(np.asarray(self))
         except TreeringError as error:
             return html.line(str(error))
 
