@@ -37,7 +37,7 @@ _CODE = re.compile(
   | (?<![\w.'"/-])[a-z]\w*=(?:\[|'|"|…|True|False|math) | \bx\.\w+ | \bdataset\[ | python[ ]-m
     """.replace("RULES", "|".join(tr.rules.__all__))
 )
-_OTHER_TEXT = re.compile(r"</|<meta|^\w+\([… ,]*\)$")  # HTML, and rules in messages about them
+_OTHER_TEXT = re.compile(r"<(?:/|img|meta)|^\w+\([… ,]*\)$")  # HTML, and rules in messages about them
 _NAME = re.compile(r"\b(?:tr|treering)((?:\.[a-zA-Z]\w*)+)")
 _ARGUMENT = re.compile(r"(?<![\w.'\"/-])([a-z]\w*)=(?=[\['\"\w….{ ,;)]|$)")
 _OPTION, _COMMAND = re.compile(r"(?<![\w-])--([a-z][\w-]+)"), re.compile(r"`treering ([a-z]+)")

@@ -66,8 +66,8 @@ def write(name: str, svg: str) -> None:
 
 
 async def browse(path: str) -> None:
-    app = Browser([tr.open(path)])
-    async with app.run_test(size=(140, 28)) as pilot:
+    app = Browser([tr.open(path)])  # As wide as its text can be read on the page.
+    async with app.run_test(size=(114, 25)) as pilot:
         await pilot.press("l", "j", "l", "j", "j", "l", "j", "l", "j", "l", "j", "s")
         await pilot.pause(1)
         write("browse.svg", app.export_screenshot(title="treering browse runs/gpt"))
@@ -81,7 +81,7 @@ def report(path: str) -> None:
     page = pathlib.Path("report.html")
     page.write_text(page.read_text("utf-8").replace(f"{os.getcwd()}/", ""), "utf-8")
     quiet = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"]
-    place = [f"--screenshot={PICTURES / 'report.png'}", "--window-size=1000,1150", "--hide-scrollbars"]
+    place = [f"--screenshot={PICTURES / 'report.png'}", "--window-size=1000,1250", "--hide-scrollbars"]
     options = [*(f"--{name}" for name in quiet), *place, f"--user-data-dir={os.getcwd()}/chromium"]
     subprocess.run([chromium, *options, f"file://{os.getcwd()}/report.html"], check=True, capture_output=True)
 

@@ -312,6 +312,17 @@ def test_every_command_that_names_a_run_takes_its_prefix(tmp_path: pathlib.Path,
     assert treering("cp", tmp_path / "c", tmp_path / "d", "--prefix", "ema-").code == 3, "it is not a run"
 
 
+def test_best_is_a_step_of_diff_pin_and_rewind(run: str, treering: Any) -> None:
+    best = int(treering("ls", run, "--json", "--best", "val/loss:min").json["best"])
+    found = treering("diff", run, "--best", "val/loss:min")
+    assert f"step {best}: val/loss " in found.err and found.code == int(best != tr.steps(run)[-1])
+    assert best in treering("pin", run, "--best", "val/loss:min", "--json").json["pinned"]
+    assert treering("rewind", run, "--best", "val/loss:min", "--dry-run", "--json").json["step"] == best
+    for arguments in (["pin", run], ["pin", run, 1, "--best", "x"], ["rewind", run, "--all", "--best", "x"],
+                      ["diff", run, "--best", "x", "--steps", 1, 2]):  # fmt: skip
+        assert treering(*arguments).code == 2
+
+
 def test_rewind_says_as_json_where_the_steps_are(run: str, treering: Any) -> None:
     about = {"path": run, "step": 2, "dry_run": False}
     place = os.path.join(run, "rewound-1")

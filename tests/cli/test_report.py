@@ -5,6 +5,7 @@ import html.parser
 import json
 import pathlib
 import re
+import shutil
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 import treering as tr
 from js import chromium
+from js.layout import look
 
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 
@@ -191,7 +193,6 @@ first.value = "1";
 first.dispatchEvent(new Event("change"));
 found.compared = texts("#compared tbody tr:first-child td");
 found.summary = texts("#diff-summary");
-found.wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
 found.title = document.title;
 return found;
 """
@@ -202,14 +203,38 @@ return found;
 def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path: pathlib.Path, width: int) -> None:
     _report(treering, run)
     with chromium.browser(tmp_path) as browser:
-        found = browser.page(f"file://{run.parent / 'report.html'}", width=width).run(f"(() => {{{DRIVER}}})()")
+        page = browser.page(f"file://{run.parent / 'report.html'}", width=width, dark=width == 400)
+        look(page)
+        found = page.run(f"(() => {{{DRIVER}}})()")
+        look(page)
     assert browser.errors == []
     assert found["charts"] == ["loss", "<b>", "constructor", "size", "time since the step before"]
-    assert found["readouts"][:3] == ["80: nan", "", "80: 1"]  # The newest values, finite or not.
+    assert found["readouts"][:3] == ["step 80: nan", "", "step 80: 1"]  # The newest values, finite or not.
     assert len(found["paths"]) == 8 and found["filtered"] == [f"layers/{n}/b" for n in range(3)]
     assert found["detail"][:2] == ["norm", "mean ± deviation"] and found["bars"] > 0 and found["closed"] == 0
     assert found["sorted"][0].startswith("layers/") and found["sorted"][0].endswith("/w")
     before, inside, crumbs = found["map"]
     assert inside < before == found["back"] and crumbs == ["all", "layers"]
     assert found["compared"][3] == "300 %" and "are equal" in found["summary"][0]
-    assert not found["wide"] and "hacked" not in found["title"]
+    assert "hacked" not in found["title"]
+
+
+def test_runs_of_a_directory_are_one_report(run: pathlib.Path, treering: Any, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(run, tmp_path / "sweep" / "a")
+    shutil.copytree(run, tmp_path / "sweep" / "b")
+    data = _report(treering, tmp_path / "sweep")
+    assert [(one["name"], len(one["steps"])) for one in data["runs"]] == [("a", 8), ("b", 8)]
+    (tmp_path / "sweep" / "c").mkdir()
+    found = treering("report", tmp_path / "sweep" / "a", run, tmp_path / "sweep" / "c", "-o", tmp_path / "some.html")
+    assert found.code == 3 and f"not in the report: {tmp_path / 'sweep' / 'c'}: expected a run" in found.err
+    data = _Data((tmp_path / "some.html").read_text("utf-8")).data
+    assert [one["name"] for one in data["runs"]] == ["sweep/a", "run"]
+    assert "sweep/c is left out" in data["notes"][0]
+    assert treering("report", tmp_path / "sweep", "--compare", 10, 20).code == 2
+    if chromium.BROWSER is None:
+        pytest.skip(chromium.MISSING)
+    with chromium.browser(tmp_path) as browser:
+        page = browser.page(f"file://{tmp_path / 'report.html'}", width=400, dark=True)
+        assert page.run("document.querySelector('.chart').querySelectorAll('.curve').length") == 2
+        look(page)
+    assert browser.errors == []

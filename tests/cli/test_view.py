@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 
 import treering as tr
 from treering import stores
-from treering._tools.view import ServedFiles, ViewServer
+from treering._tools.view import Served, ViewServer
 from treering.stores.memory import MemoryStore
 
 
@@ -32,7 +31,7 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def server(run: pathlib.Path) -> Iterator[ViewServer]:
-    with ViewServer(ServedFiles(run), 0) as server:
+    with ViewServer(Served(run), 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield server
@@ -50,67 +49,86 @@ def get(server: ViewServer, path: str, **headers: str) -> tuple[int, bytes, http
     return found
 
 
-def test_files_are_served_by_ranges(run: pathlib.Path, server: ViewServer) -> None:
-    status, body, _ = get(server, "files.json")
-    files = json.loads(body)["files"]
-    manifest = (run / "step-00000001" / "treering.json").read_bytes()
-    assert status == 200 and "step-00000001/treering.json" in files and len(files) == 4
-    name = "data/step-00000001%2Ftreering.json"
-    assert get(server, name)[:2] == (200, manifest)
-    status, body, headers = get(server, name, Range="bytes=3-9")
-    assert (status, body, headers["Content-Range"]) == (206, manifest[3:10], f"bytes 3-9/{len(manifest)}")
-    assert get(server, name, Range="bytes=10-")[1] == manifest[10:]
-    status, body, headers = get(server, name, Range=f"bytes={len(manifest)}-")
-    assert (status, body, headers["Content-Range"]) == (416, b"", f"bytes */{len(manifest)}")
+def asked(server: ViewServer, path: str) -> Any:
+    status, body, _ = get(server, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+def test_a_run_is_described_in_the_words_of_ls_and_show(run: pathlib.Path, server: ViewServer, treering: Any) -> None:
+    about = asked(server, "about.json")
+    listed = treering("ls", run, "--json").json["steps"]
+    assert [(row["step"], row["nbytes"], row["state"]) for row in about["steps"]] == [
+        (row["step"], row["nbytes"], row["state"]) for row in listed
+    ]
+    contents = asked(server, "contents.json?run=&step=step-00000002")
+    lines = treering("show", run).out.splitlines()
+    assert f"{contents['format']} · step 2 · 1 leaf" in lines[1]
+    assert [leaf["what"] for leaf in contents["leaves"]] == [lines[-1].split("  ")[1]]
+    body = get(server, "values?run=&step=step-00000002&leaf=w&box=3-10")[1]
+    np.testing.assert_array_equal(np.frombuffer(body, "int64"), np.arange(3, 10))
+    for box in ("3-101", "0-1,0-1", "-1-3", "4-3"):
+        assert get(server, f"values?run=&step=step-00000002&leaf=w&box={box}")[0] == 404
+
+
+def test_orbax_and_flax_steps_are_named_and_read(tmp_path: pathlib.Path) -> None:
+    tree = {"params": {"w": np.arange(12, dtype="float32").reshape(3, 4)}}
+    for step in (1, 2):
+        tr.save(tmp_path / "o" / str(step), tree, format="orbax")
+    tr.save(tmp_path / "f.msgpack", tree)
+    for served, step in ((Served(tmp_path / "o"), "2"), (Served(tmp_path / "f.msgpack"), "")):
+        rows = served.about("").get("steps", [])
+        assert [row["format"] for row in rows] == (["orbax"] * 2 if step else [])
+        contents = served.contents("", step)
+        assert [(leaf["path"], leaf["what"]) for leaf in contents["leaves"]] == [("params/w", "float32[3,4]")]
+        found = served.values("", step, "params/w", [(1, 3), (0, 2)])
+        np.testing.assert_array_equal(np.frombuffer(found, "float32").reshape(2, 2), tree["params"]["w"][1:3, :2])
 
 
 def test_a_page_of_another_site_gets_nothing(server: ViewServer) -> None:
     for host in ("evil.example:80", "evil.example", "127.0.0.1.evil.example", ""):
-        assert get(server, "files.json", Host=host)[0] == 403
-    assert get(server, "files.json", Host="localhost:9")[0] == 200  # a forwarded port has another number
-    for path in ("//files.json", f"//{server.token[:-1]}/files.json", "//"):
+        assert get(server, "about.json", Host=host)[0] == 403
+    assert get(server, "about.json", Host="localhost:9")[0] == 200  # a forwarded port has another number
+    for path in ("//about.json", f"//{server.token[:-1]}/about.json", "//"):
         assert get(server, path)[0] == 404
     headers = get(server, "")[2]
     assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
     assert "Access-Control-Allow-Origin" not in headers and headers["Content-Security-Policy"]
 
 
-def test_only_files_of_the_path_are_served(run: pathlib.Path, server: ViewServer) -> None:
-    (run.parent / "secret.json").write_text("secret")
-    (run / "step-00000001" / "link.json").symlink_to(run.parent / "secret.json")
-    (run / "out").symlink_to(run.parent)
-    (run / "key.pem").write_text("secret")
-    (run / "deep" / "er").mkdir(parents=True)
-    (run / "deep" / "er" / "x.json").write_text("secret")
-    for name in (
-        "..%2Fsecret.json", "%2e%2e/secret.json", "step-00000001/link.json", "out/secret.json", "key.pem",
-        "//etc/hosts", "deep/er/x.json", "step-00000001/../../secret.json", "%00.json", "..%5Csecret.json", "",
-    ):  # fmt: skip
-        assert get(server, f"data/{name}")[0] == 404, name
-    assert not [name for name in json.loads(get(server, "files.json")[1])["files"] if name.startswith(("out", "deep"))]
+def test_a_published_version_is_read_with_its_base(tmp_path: pathlib.Path) -> None:
+    w = np.zeros(10_000, "float32")
+    with tr.Publisher(tmp_path / "stream") as publisher:
+        publisher.publish(1, {"w": w})
+        w[7] = 3
+        publisher.publish(2, {"w": w.copy()})
+    served = Served(tmp_path / "stream")
+    assert served.contents("", "step-00000002")["leaves"][0]["what"] == "float32[10000]"
+    found = np.frombuffer(served.values("", "step-00000002", "w", [(5, 9)]), "float32")
+    assert found.tolist() == [0, 0, 3, 0] and served.about("")["steps"][1]["nbytes"] < w.nbytes
 
 
-def test_one_file_is_served_alone(run: pathlib.Path) -> None:
-    tr.save(run.parent / "a.safetensors", {"w": np.ones(3)})
-    tr.save(run.parent / "b.safetensors", {"w": np.ones(3)})
-    files = ServedFiles(run.parent / "a.safetensors")
-    assert files.names() == ["a.safetensors"]
-    assert files.find("a.safetensors") and files.find("b.safetensors") is None
+def test_only_what_is_in_the_path_is_served(run: pathlib.Path, server: ViewServer) -> None:
+    tr.save(run.parent / "secret", {"w": np.ones(3)})
+    shutil.copytree(run, run.parent / "other")
+    for query in ("run=&step=../secret", "run=../other&step=step-00000001", "run=/etc&step=", "run=&step=/etc", "x"):
+        assert get(server, f"contents.json?{query}")[0] == 404, query
+    for name in ("", "data/step-00000001/treering.json", "../about.json", "values?run=&step=&leaf=w&box=a-b", "%00"):
+        assert name == "" or get(server, name)[0] in (400, 404), name
 
 
 def test_a_run_in_another_store_is_served() -> None:
     with stores.using(MemoryStore(), "viewed"):
         with tr.Checkpointer("viewed://b/run") as ckpts:
             ckpts.save(1, {"w": np.arange(9)})
-        files = ServedFiles("viewed://b/run")
-        assert "step-00000001/treering.json" in files.names() and files.find("../x.json") is None
-        assert files.read("step-00000001/treering.json", 0, 1) == b"{"
+        served = Served("viewed://b/run")
+        assert served.contents("", "step-00000001")["leaves"][0]["what"] == "int64[9]"
+        assert served.values("", "step-00000001", "w", [(2, 3)]) == np.int64(2).tobytes()
 
 
 def test_bad_paths_are_one_clear_error(tmp_path: pathlib.Path, treering: Any, server: ViewServer) -> None:
-    tr.save(tmp_path / "o", {"w": np.ones(3)}, format="orbax")
     (tmp_path / "empty").mkdir()
-    for path, words in (("none", "found nothing"), ("o", "treering convert"), ("empty", "treering convert")):
+    for path, words in (("none", "found nothing"), ("empty", "found an empty directory")):
         found = treering("view", tmp_path / path)
         assert found.code == 3 and str(tmp_path / path) in found.err and words.split(".")[0] in found.err, found.err
     found = treering("view", tmp_path / "run", "--port", server.server_port)
@@ -133,21 +151,12 @@ def test_ctrl_c_ends_the_command_quietly(run: pathlib.Path) -> None:
         assert process.stderr.read() == ""
 
 
-def test_each_run_of_a_directory_has_a_url(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_runs_of_a_directory_are_served_together(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shutil.copytree(run, tmp_path / "sweep" / "a")
     shutil.copytree(run, tmp_path / "sweep" / "b")
     tr.save(tmp_path / "sweep" / "orbax", {"w": np.ones(3)}, format="orbax")
-    command = [sys.executable, "-m", "treering", "view", str(tmp_path / "sweep")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout and process.stderr
-        lines = [process.stdout.readline().strip() for _ in range(2)]
-        for name, line in zip("ab", lines, strict=True):
-            path, _, url = line.partition(": ")
-            assert path == str(tmp_path / "sweep" / name)
-            with urllib.request.urlopen(url.replace("#served", "files.json"), timeout=30) as answer:
-                assert json.load(answer)["path"] == path
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-        assert (
-            f"error: not shown: {tmp_path / 'sweep' / 'orbax'}: expected a Treering checkpoint" in process.stderr.read()
-        )
+    served = Served(tmp_path / "sweep")
+    runs = served.about("")["runs"]
+    assert [(one["name"], len(one.get("steps", ()))) for one in runs] == [("a", 2), ("b", 2), ("orbax", 0)]
+    assert served.contents("b", "step-00000002")["place"] == str(tmp_path / "sweep" / "b" / "step-00000002")
+    assert served.contents("orbax", "")["format"] == "orbax"

@@ -166,6 +166,16 @@ def test_a_tilde_at_the_beginning_is_the_home(workdir: pathlib.Path, monkeypatch
         tr.save("~nobody-of-this-name/ckpt", {"a": 1})
 
 
+def test_a_variable_of_the_shell_is_no_folder(workdir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(workdir / "home"))
+    for path in ("$HOME/ckpt", "${HOME}/ckpt"):
+        with pytest.raises(MismatchError, match=rf"variable \$.*HOME.*; give {workdir}/home/ckpt, or ./\$"):
+            tr.save(path, {"a": 1})
+    assert os.listdir(workdir) == ["here"]
+    assert tr.save("./$HOME/ckpt", {"a": 1}).path == str(workdir / "$HOME" / "ckpt")
+    assert tr.save("$no_such_variable", {"a": 1}).path == str(workdir / "$no_such_variable")
+
+
 def test_names_like_urls_are_reached_as_paths(workdir: pathlib.Path) -> None:
     tr.save("./gs:/ckpt", {"a": 1})
     tr.save("./~", {"a": 2})

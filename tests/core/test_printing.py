@@ -1,9 +1,14 @@
 """Tests the HTML for notebooks: it is well formed, and text from files cannot become markup."""
 
+import base64
 import html.parser
 import pathlib
+import re
+import struct
+import zlib
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,7 +17,7 @@ from treering._core.entries import ArrayEntry
 from treering._core.outline import outline
 
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m"
-VOID = {"br", "meta"}
+VOID = {"br", "img", "meta"}
 
 
 class Page(html.parser.HTMLParser):
@@ -28,7 +33,8 @@ class Page(html.parser.HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.open.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
         self.tags.append(tag)
         if dict(attrs).get("class") == "path":
             self.paths.append(dict(attrs)["title"])
@@ -55,6 +61,37 @@ def test_checkpoints_and_arrays(ckpt: tr.Checkpoint) -> None:
     array = Page(ckpt["layers/0/w"]._repr_html_())
     assert "float64[4]" in array.text and "32 B" in array.text
     assert "float64[2,3]" in Page(ckpt.at("a")._repr_html_()).text
+
+
+def _pixels(page: str) -> np.ndarray:
+    data = base64.b64decode(re.search(r'src="data:image/png;base64,([^"]*)"', page)[1])  # type: ignore[index]
+    width, height = struct.unpack(">II", data[16:24])
+    start = data.index(b"IDAT")
+    (length,) = struct.unpack(">I", data[start - 4 : start])
+    rows = np.frombuffer(zlib.decompress(data[start + 4 : start + 4 + length]), np.uint8).reshape(height, 1 + 3 * width)
+    return rows[:, 1:].reshape(height, width, 3)
+
+
+def test_a_lazy_array_is_a_picture(tmp_path: pathlib.Path) -> None:
+    wide = np.full((300, 1000), 3.0, "float32")
+    wide[0, 0] = np.nan
+    tree = {"small": np.array([[-1, 0, 2], [1, np.inf, -2]], ml_dtypes.bfloat16), "text": np.array(["a", "b"])}
+    tr.save(tmp_path / "p", {**tree, "wide": wide, "large": np.zeros(1_100_000, "float32")})
+    ckpt = tr.open(tmp_path / "p")
+    small = _pixels(ckpt["small"]._repr_html_())
+    assert small.shape == (2, 3, 3) and small[0, 1].tolist() == [240, 238, 232]
+    assert small[0, 2].tolist() == [178, 60, 43] and small[1, 2].tolist() == [33, 102, 172]
+    assert small[1, 1].tolist() == [255, 0, 200]
+    pixels = _pixels(ckpt["wide"]._repr_html_())
+    assert pixels.shape == (128, 128, 3) and pixels[0, 0].tolist() == [255, 0, 200]
+    assert "<img" not in ckpt["large"]._repr_html_() + ckpt["text"]._repr_html_()
+    (file,) = (tmp_path / "p").glob("arrays-*")
+    file.chmod(0o644)
+    data = bytearray(file.read_bytes())
+    data[-16:] = bytes(16 * [1])
+    file.write_bytes(data)
+    shown = [tr.open(tmp_path / "p")[name]._repr_html_() for name in ("small", "wide")]
+    assert any("what was saved" in one and "<img" not in one for one in shown)
 
 
 def test_reports(ckpt: tr.Checkpoint, tmp_path: pathlib.Path) -> None:

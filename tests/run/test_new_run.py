@@ -12,6 +12,7 @@ import pytest
 
 import treering as tr
 import treering.orbax as ocp
+from thread_jobs import processes
 from treering._cli.main import main
 from treering.errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 
@@ -295,8 +296,8 @@ def test_what_is_no_function_without_arguments_is_answered(tmp_path: pathlib.Pat
                 ckpts.restore_or_init(init())  # type: ignore[arg-type]
             with pytest.raises(TypeError, match=r"missing a required argument: 'key'\); .* lambda: init\(key\)"):
                 ckpts.restore_or_init(lambda key: init())  # type: ignore[arg-type]
-            with pytest.raises(TypeError, match=r"has no argument best; expected like, step, fallback, at, "):
-                ckpts.restore(best="loss")  # type: ignore[call-arg]
+            with pytest.raises(TypeError, match=r"has no argument bets; expected like, step, best, fallback, at, "):
+                ckpts.restore(bets="loss")  # type: ignore[call-arg]
 
 
 def test_a_part_shows_its_own_size(tmp_path: pathlib.Path) -> None:
@@ -333,6 +334,13 @@ def test_the_best_step_is_opened_and_restored(tmp_path: pathlib.Path) -> None:
         == 2
         == tr.restore(run, {"x": np.zeros(3, int)}, best="loss:min")["x"][0]
     )
+    with tr.Checkpointer(run) as ckpts:
+        assert ckpts.restore(best="loss")["x"][0] == 1 and ckpts.restored_step == 1
+        with pytest.raises(MismatchError, match="step= or best=, found both"):
+            ckpts.restore(step=1, best="loss")
+        assert ckpts.restore(best="loss:min")["x"][0] == 2
+        ckpts.save(4, {"x": np.full(3, 4)})  # continues from step 2
+    assert tr.steps(run) == [1, 2, 4] and tr.steps(run / "rewound-1") == [3]
     with pytest.raises(MismatchError, match="metric='los': expected one that a step has, found loss"):
         tr.open(run, best="los:min")
     with pytest.raises(MismatchError, match="step= or best=, found both"):
@@ -341,3 +349,18 @@ def test_the_best_step_is_opened_and_restored(tmp_path: pathlib.Path) -> None:
         tr.open(run, best="")
     with pytest.raises(NotFoundError, match="expected a step with the metric 'loss', found no metrics"):
         tr.open(tmp_path / "none", best="loss")
+
+
+def test_the_processes_of_a_job_take_the_same_best_step(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4)):
+            ckpts.save(step, {"x": np.full(3, step)}, metrics={"loss": loss})
+    found: dict[int, int] = {}
+
+    def body(process: int) -> None:
+        with tr.Checkpointer(tmp_path / "run") as ckpts:
+            found[process] = int(ckpts.restore({"x": np.zeros(3, int)}, best="loss:min")["x"][0])
+
+    with processes(2) as job:
+        job.run(body)
+    assert not job.errors and found == {0: 2, 1: 2}

@@ -3,7 +3,9 @@
 import { add, el, svg } from "./elements.js";
 import { finite, number } from "./numbers.js";
 
-export const WIDTH = 320, HEIGHT = 110, LEFT = 4, RIGHT = 4, TOP = 14, BOTTOM = 14;
+export const WIDTH = 320;
+const HEIGHT = 90, LEFT = 4, RIGHT = 4, TOP = 4, BOTTOM = 4;
+const COLOURS = 8; // Style sheets have this many; more curves begin again.
 
 function scales(xs, ys) {
   const low = Math.min(...ys), high = Math.max(...ys), first = Math.min(...xs), last = Math.max(...xs);
@@ -24,9 +26,23 @@ function runs(points) {
   return found.filter((run) => run.length);
 }
 
+/** Says of which steps the values are, and the highest and the lowest of them. */
+export function summary(points, format = number) {
+  const shown = points.filter((point) => finite(point[1]));
+  if (!shown.length) return "no finite value";
+  const by = (isBetter) => shown.reduce((best, point) => (isBetter(point[1], best[1]) ? point : best));
+  const [high, low] = [by((a, b) => a > b), by((a, b) => a < b)];
+  const steps = shown.length > 1 ? `steps ${shown[0][0]} to ${shown.at(-1)[0]}` : `step ${shown[0][0]}`;
+  return `${steps}: highest ${format(high[1])} at ${high[0]}, lowest ${format(low[1])} at ${low[0]}`;
+}
+
 // A curve over steps, with the value at the pointer next to its title; `band` has the range around it.
-export function chart(title, points, { format = number, band = null, zero = false } = {}) {
-  const known = points.filter((point) => point[1] !== null), shown = known.filter((point) => finite(point[1]));
+export const chart = (title, points, options = {}) => charts(title, [{ name: "", points }], options);
+
+// Curves of several runs on the same axes. The text of a curve that is pointed at has the name of its run.
+export function charts(title, lines, { format = number, band = null, zero = false } = {}) {
+  const known = lines.flatMap(({ name, points }, n) => points.filter((p) => p[1] !== null).map((p) => [p[0], p[1], name, n]));
+  const shown = known.filter((point) => finite(point[1]));
   const readout = el("span", { class: "faint" });
   const card = el("div", { class: "card chart" }, el("header", {}, el("b", {}, title), readout));
   if (!shown.length) return add(card, {}, [el("p", { class: "note" }, known.length ? "no finite value" : "no value")]);
@@ -34,44 +50,58 @@ export function chart(title, points, { format = number, band = null, zero = fals
   const at = scales(known.map((p) => p[0]), [...shown.map((p) => p[1]), ...limits]);
   const dot = svg("circle", { class: "dot", r: 3 });
   const point = (p) => `${at.x(p[0]).toFixed(1)},${at.y(p[1]).toFixed(1)}`;
-  const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title },
+  const words = lines.map(({ name, points }) => (name ? `${name}, ` : "") + summary(points, format)).join("; ");
+  const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}, ${words}` },
     svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
   if (band) {
+    const [{ points }] = lines;
     const both = points.map((p, n) => [p[0], ...band[n]]).filter((p) => finite(p[1]) && finite(p[2]));
     const edge = [...both.map((p) => [p[0], p[1]]), ...both.reverse().map((p) => [p[0], p[2]])];
     drawing.append(svg("polygon", { class: "band", points: edge.map(point).join(" ") }));
   }
+  const highest = Math.max(...shown.map((p) => p[1])), lowest = Math.min(...shown.map((p) => p[1]));
   drawing.append(
-    ...runs(known).map((run) => svg("polyline", { class: "curve", points: run.map(point).join(" ") })),
-    ...known.filter((p) => !finite(p[1])).map((p) => svg("circle", { class: "dot bad", r: 2.5, cx: at.x(p[0]), cy: HEIGHT - BOTTOM })),
-    svg("text", { x: LEFT, y: 10 }, format(at.high)),
-    svg("text", { x: LEFT, y: HEIGHT - 3 }, `step ${at.first}`),
-    svg("text", { x: WIDTH - RIGHT, y: HEIGHT - 3, "text-anchor": "end" }, at.last > at.first ? String(at.last) : ""),
-    svg("text", { x: WIDTH - RIGHT, y: 10, "text-anchor": "end" }, `low ${format(at.low)}`), dot);
+    ...lines.flatMap(({ points }, n) => runs(points.filter((p) => p[1] !== null)).map((run) => (run.length > 1
+      ? svg("polyline", { class: `curve c${n % COLOURS}`, points: run.map(point).join(" ") })
+      : svg("circle", { class: `dot c${n % COLOURS}`, r: 2, cx: at.x(run[0][0]), cy: at.y(run[0][1]) })))),
+    ...known.filter((p) => !finite(p[1])).map((p) => svg("circle", { class: "dot bad", r: 2.5, cx: at.x(p[0]), cy: HEIGHT - BOTTOM })));
   const show = (p) => {
+    drawing.append(dot);
     dot.setAttribute("cx", at.x(p[0]));
     dot.setAttribute("cy", finite(p[1]) ? at.y(p[1]) : HEIGHT - BOTTOM);
-    dot.setAttribute("class", finite(p[1]) ? "dot" : "dot bad");
-    readout.textContent = `${p[0]}: ${finite(p[1]) ? format(p[1]) : p[1]}`;
+    dot.setAttribute("class", finite(p[1]) ? `dot c${p[3] % COLOURS}` : "dot bad");
+    readout.textContent = `${p[2] ? `${p[2]}, ` : ""}step ${p[0]}: ${finite(p[1]) ? format(p[1]) : p[1]}`;
     readout.className = finite(p[1]) ? "faint" : "bad";
   };
   drawing.addEventListener("pointermove", (event) => {
     const box = drawing.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * WIDTH;
-    show(known.reduce((best, p) => (Math.abs(at.x(p[0]) - x) < Math.abs(at.x(best[0]) - x) ? p : best)));
+    const x = ((event.clientX - box.left) / box.width) * WIDTH, y = ((event.clientY - box.top) / box.height) * HEIGHT;
+    const off = (p) => Math.abs(at.x(p[0]) - x) + (lines.length > 1 && finite(p[1]) ? Math.abs(at.y(p[1]) - y) : 0);
+    show(known.reduce((best, p) => (off(p) < off(best) ? p : best)));
   });
-  show(known[known.length - 1]);
-  return add(card, {}, [drawing]);
+  if (lines.length === 1) show(known.at(-1));
+  // Text of its own size: in the drawing it would shrink with it.
+  const ends = (a, b) => el("div", { class: "ends", "aria-hidden": "true" }, el("span", {}, a), el("span", {}, b));
+  const last = at.last > at.first ? String(at.last) : "";
+  return add(card, {}, [ends(`highest ${format(highest)}`, `lowest ${format(lowest)}`), drawing, ends(`step ${at.first}`, last)]);
 }
 
-export function spark(values) {
-  const points = values.map((value, n) => [n, value]).filter((p) => finite(p[1]));
-  if (points.length < 2) return "";
-  const low = Math.min(...points.map((p) => p[1])), high = Math.max(...points.map((p) => p[1]));
+/** The names of the curves of `charts`, with their colours. @param {string[]} names */
+export const legend = (names) => el("div", { class: "legend" },
+  names.map((name, n) => el("span", {}, el("i", { class: `c${n % COLOURS}` }), name)));
+
+// A small curve: points are steps and values.
+export function spark(points) {
+  const shown = points.filter((p) => finite(p[1]));
+  if (shown.length < 2) return "";
+  const low = Math.min(...shown.map((p) => p[1])), high = Math.max(...shown.map((p) => p[1]));
+  const first = points[0][0], last = points.at(-1)[0];
   const place = (p) => {
     const y = high > low ? (high - p[1]) / (high - low) : 0.5;
-    return `${(1 + (p[0] / Math.max(values.length - 1, 1)) * 108).toFixed(1)},${(2 + y * 18).toFixed(1)}`;
+    return `${(1 + ((p[0] - first) / Math.max(last - first, 1)) * 108).toFixed(1)},${(2 + y * 18).toFixed(1)}`;
   };
-  return svg("svg", { viewBox: "0 0 110 22", "aria-hidden": "true" },
-    svg("polyline", { class: "curve", points: points.map(place).join(" ") }));
+  return el("span", { class: "spark", title: summary(points) },
+    svg("svg", { viewBox: "0 0 110 22", role: "img", "aria-label": summary(points) },
+      svg("polyline", { class: "curve", points: shown.map(place).join(" ") })),
+    el("small", { "aria-hidden": "true" }, `${number(low)} … ${number(high)}`));
 }

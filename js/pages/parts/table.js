@@ -5,7 +5,8 @@ import { finite, names } from "./numbers.js";
 
 const ROWS = 200; // A table draws this many rows at a time.
 
-// Tables that sort by a click on a column, draw so many rows, and say how many there are.
+// Tables that sort by a click on a column, draw so many rows, and say how many there are. Where the columns have no room,
+// a row is a list of its cells: no column is cut.
 export function table(columns, rows, { sort = 0, down = false, name, open = null } = {}) {
   const body = el("tbody"), head = el("tr"), more = el("p");
   const state = { sort, down, most: ROWS, rows };
@@ -27,7 +28,7 @@ export function table(columns, rows, { sort = 0, down = false, name, open = null
     const sorted = [...state.rows].sort(order).slice(0, state.most);
     body.replaceChildren(...sorted.map((row) => {
       const line = el("tr", { class: open ? "leaf" : undefined, tabindex: open ? 0 : undefined },
-        columns.map((column) => el("td", { class: column.class && column.class(row) }, column.cell(row))));
+        columns.map((column) => cell(column, row)));
       if (open) {
         const toggle = () => {
           if (line.nextSibling && line.nextSibling.className === "inside") line.nextSibling.remove();
@@ -40,11 +41,25 @@ export function table(columns, rows, { sort = 0, down = false, name, open = null
     }));
     const left = state.rows.length - sorted.length;
     more.replaceChildren(...(left > 0 ? [`${sorted.length} of ${state.rows.length.toLocaleString("en")} are shown. `,
-      el("button", { class: "more", onclick: () => { state.most += 5 * ROWS; draw(); } }, "Show more")] : []));
+      el("button", { class: "more", onclick: () => { state.most += 5 * ROWS; draw(); fit(); } }, "Show more")] : []));
   };
   draw();
-  return {
-    node: el("div", {}, el("div", { class: "scroll" }, el("table", { id: name }, el("thead", {}, head), body)), more),
-    show: (some) => { state.rows = some; state.most = ROWS; draw(); },
+  const frame = el("div", { class: "scroll" }, el("table", { id: name }, el("thead", {}, head), body));
+  const fit = () => {
+    frame.classList.remove("stack");
+    frame.classList.toggle("stack", frame.scrollWidth > frame.clientWidth);
   };
+  const watched = new ResizeObserver(([{ contentRect }]) => { if (contentRect.width !== width) { width = contentRect.width; fit(); } });
+  let width = 0;
+  watched.observe(frame);
+  return {
+    node: el("div", {}, frame, more),
+    show: (some) => { state.rows = some; state.most = ROWS; draw(); fit(); },
+  };
+}
+
+function cell(column, row) {
+  const found = column.cell(row);
+  const isEmpty = found === "" || found === null || found === undefined;
+  return el("td", { class: `${(column.class && column.class(row)) || ""}${isEmpty ? " empty" : ""}`.trim() || undefined, "data-title": column.title }, found);
 }

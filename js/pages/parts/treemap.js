@@ -3,7 +3,7 @@
 import { el } from "./elements.js";
 import { bytes } from "./numbers.js";
 
-const COLOURS = ["#8ab6d6", "#e3b778", "#9cc69b", "#d99a9a", "#b8a5d3", "#c9c27a", "#8fc7c2", "#d3a5c4"];
+const COLOURS = 8; // The style sheet has this many, for light and for dark pages.
 
 // Rectangles of as even sides as can be: Bruls, Huizing and van Wijk, "Squarified Treemaps" (2000).
 function squarify(parts, x, y, width, height) {
@@ -34,27 +34,33 @@ function squarify(parts, x, y, width, height) {
   return placed;
 }
 
-// Returns the elements, and the function that draws them: call it when their place on the page is known.
-export function treemap(tree) {
-  const dtypes = new Map(); // by their bytes
+// Returns the elements, and the function that draws them: call it when their place on the page is known. `onLeaf` is
+// called with a part that has no parts. Tab reaches one rectangle; arrow keys move on, Enter goes into it, Escape back.
+export function treemap(tree, onLeaf = null) {
+  const dtypes = new Map(); // their bytes
+  const most = new Map(); // the dtype of most bytes of a part
   const count = (part) => {
-    if (part.parts) part.parts.forEach(count);
-    else dtypes.set(part.dtype || "", (dtypes.get(part.dtype || "") || 0) + part.nbytes);
+    const own = new Map();
+    if (!part.parts) own.set(part.dtype || "", part.nbytes);
+    for (const child of part.parts || []) for (const [dtype, nbytes] of count(child)) own.set(dtype, (own.get(dtype) || 0) + nbytes);
+    most.set(part, [...own].reduce((a, b) => (b[1] > a[1] ? b : a), ["", 0])[0]);
+    return own;
   };
-  count(tree);
+  for (const [dtype, nbytes] of count(tree)) dtypes.set(dtype, nbytes);
   const order = [...dtypes.keys()].sort((a, b) => dtypes.get(b) - dtypes.get(a));
-  const colour = (part) => (part.dtype ? COLOURS[order.indexOf(part.dtype) % COLOURS.length] : "#cfcac0");
-  const map = el("div", { class: "map", id: "treemap" }), crumbs = el("div", { class: "crumbs" });
+  const colour = (part) => (most.get(part) ? `m${order.indexOf(most.get(part)) % COLOURS}` : "");
+  const map = el("div", { class: "map", id: "treemap", role: "group", "aria-label": "sizes; arrow keys move, Enter goes into a part, Escape back" });
+  const crumbs = el("div", { class: "crumbs" });
   let trail = [tree];
 
   function rectangles(part, x, y, width, height, level) {
     for (const [one, left, top, wide, high] of squarify(part.parts || [], x, y, width, height)) {
-      if (wide < 1 || high < 1) continue;
+      if (wide < 3 || high < 3) continue; // too small to see or to point at
       const about = `${one.path || one.name}\n${one.what || `${one.leaves.toLocaleString("en")} leaves`}, ${bytes(one.nbytes)}`;
-      map.append(el("button", { class: one.parts ? "" : "end", title: about, "data-path": one.path,
-        style: `left:${left}px;top:${top}px;width:${wide}px;height:${high}px;background:${colour(one)}`,
-        onclick: () => go(trail[trail.length - 1], one) },
-        wide > 30 && high > 15 ? `${one.name}${high > 34 || wide > 160 ? `  ${bytes(one.nbytes)}` : ""}` : ""));
+      map.append(el("button", { class: `${one.parts || onLeaf ? "" : "end "}${colour(one)}`.trim(), title: about, "aria-label": about, "data-path": one.path,
+        tabindex: map.childElementCount ? -1 : 0, style: `left:${left}px;top:${top}px;width:${wide}px;height:${high}px`,
+        onclick: () => (!one.parts && onLeaf && one.path ? onLeaf(one) : go(trail.at(-1), one)) },
+        wide > 30 && high > 15 ? el("span", {}, fitting(one, wide)) : ""));
       if (one.parts && level < 4 && wide > 24 && high > 34) rectangles(one, left + 2, top + 16, wide - 4, high - 18, level + 1);
     }
   }
@@ -70,10 +76,12 @@ export function treemap(tree) {
   function go(from, to) {
     const path = way(from, to);
     trail.push(...(to.parts ? path : path.slice(0, -1)));
+    const hadFocus = map.contains(document.activeElement);
     draw();
+    if (hadFocus) focus(map.firstChild);
   }
   function draw() {
-    const top = trail[trail.length - 1];
+    const top = trail.at(-1);
     crumbs.replaceChildren(...trail.flatMap((part, n) => [n ? " / " : "", el("button", {
       onclick: () => { trail = trail.slice(0, n + 1); draw(); } }, n ? part.name : "all")]), ` ${bytes(top.nbytes)}`);
     map.replaceChildren();
@@ -81,10 +89,50 @@ export function treemap(tree) {
     if (top.parts) rectangles(top, 0, 0, width, height, 0);
     else rectangles({ parts: [top] }, 0, 0, width, height, 0);
   }
+  const keys = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
+  map.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && trail.length > 1) {
+      event.stopPropagation();
+      trail.pop();
+      draw();
+      focus(map.firstChild);
+    } else if (keys[event.key]) {
+      event.preventDefault();
+      focus(nearest(map, event.target, keys[event.key]));
+    }
+  });
+  function focus(button) {
+    if (!button) return;
+    map.querySelector('[tabindex="0"]')?.setAttribute("tabindex", -1);
+    button.setAttribute("tabindex", 0);
+    button.focus();
+  }
   let width = 0;
   const fit = () => { if (map.clientWidth !== width) { width = map.clientWidth; draw(); } };
   new ResizeObserver(fit).observe(map);
   const legend = order.filter(Boolean).map((dtype) => el("span", {},
-    el("i", { style: `background:${COLOURS[order.indexOf(dtype) % COLOURS.length]}` }), `${dtype} ${bytes(dtypes.get(dtype))}`));
+    el("i", { class: `m${order.indexOf(dtype) % COLOURS}` }), `${dtype} ${bytes(dtypes.get(dtype))}`));
   return { nodes: [crumbs, map, el("div", { class: "legend" }, legend)], draw: fit };
+}
+
+const CHARACTER = 6.8; // pixels, at the size of the style sheet
+
+// The name, with the size if there is room for both.
+const fitting = ({ name, nbytes }, wide) => {
+  const both = `${name}  ${bytes(nbytes)}`;
+  if (both.length * CHARACTER < wide - 10) return both;
+  return name.length * CHARACTER < wide - 8 || wide > 60 ? name : "";
+};
+
+// The button whose centre is nearest in a direction; within a rectangle the way down leads to its parts.
+function nearest(map, from, [right, down]) {
+  const centre = (one) => [one.offsetLeft + Math.min(one.offsetWidth, 40) / 2, one.offsetTop + Math.min(one.offsetHeight, 14) / 2];
+  const [x, y] = centre(from);
+  let best = null, least = Infinity;
+  for (const one of map.children) {
+    const [dx, dy] = [centre(one)[0] - x, centre(one)[1] - y];
+    const along = dx * right + dy * down, off = Math.abs(dx * down) + Math.abs(dy * right);
+    if (along > 0.5 && along + 3 * off < least) [best, least] = [one, along + 3 * off];
+  }
+  return best;
 }

@@ -4,6 +4,7 @@ import { chart, spark, WIDTH } from "../parts/chart.js";
 import { el, svg } from "../parts/elements.js";
 import { matches } from "../parts/filter.js";
 import { bytes, duration, finite, number, percent, when } from "../parts/numbers.js";
+import { metric, metricNames, runsView } from "../parts/runs.js";
 import { table } from "../parts/table.js";
 import { treemap } from "../parts/treemap.js";
 
@@ -26,11 +27,12 @@ function title() {
     ...data.notes.map((note) => el("p", { class: "note" }, note))];
 }
 
-const metric = (row, name) => (Object.hasOwn(row.metrics, name) ? row.metrics[name] : null);
+const runsTitle = () => [el("h1", {}, data.run), el("p", { class: "path" }, data.path),
+  el("p", {}, `Made ${when(data.made)} by Treering ${data.version}.`), ...data.notes.map((note) => el("p", { class: "note" }, note))];
 
 function timeline() {
   const good = data.steps.filter((row) => row.state === "good");
-  const names = [...new Set(good.flatMap((row) => Object.keys(row.metrics)))];
+  const names = metricNames(good);
   const charts = names.map((name) => chart(name, good.map((row) => [row.step, metric(row, name)]).filter((p) => p[1] !== null)));
   charts.push(chart("size", good.map((row) => [row.step, row.nbytes]), { format: bytes, zero: true }));
   const gaps = good.slice(1).map((row, n) => [row.step, row.created - good[n].created])
@@ -107,7 +109,7 @@ function leaves() {
   const columns = [path,
     { title: "what", value: (leaf) => leaf.what, cell: (leaf) => leaf.what + (last(leaf.there) ? "" : ", not in the last") },
     { title: "size", value: (leaf) => leaf.nbytes, cell: (leaf) => bytes(leaf.nbytes) },
-    { title: "norm over steps", value: (leaf) => last(leaf.norm), cell: (leaf) => spark(leaf.norm) },
+    { title: "norm over steps", value: (leaf) => last(leaf.norm), cell: (leaf) => spark(zip(leaf.norm)) },
     { title: "norm", value: (leaf) => last(leaf.norm), cell: (leaf) => number(last(leaf.norm)) },
     { title: "mean", value: (leaf) => last(leaf.mean), cell: (leaf) => number(last(leaf.mean)) },
     { title: "deviation", value: (leaf) => last(leaf.std), cell: (leaf) => number(last(leaf.std)) },
@@ -173,5 +175,6 @@ function comparison() {
   return parts.length ? [el("h2", {}, "Two steps compared"), ...parts] : [];
 }
 
-root.append(...title(), ...timeline(), ...sizes(), ...leaves(), ...comparison());
+if (data.runs) root.append(...runsTitle(), ...runsView(data.runs, null));
+else root.append(...title(), ...timeline(), ...sizes(), ...leaves(), ...comparison());
 placed.forEach((draw) => draw());

@@ -35,8 +35,10 @@ export async function difference(a, b, moved) {
   }
   const found = { differing: 0, size: 0, largest: null };
   const others = tensorsOf(b);
-  for await (const x of tensorsOf(a)) {
-    const y = (await others.next()).value;
+  const own = tensorsOf(a);
+  for (;;) {
+    const [{ value: x, done }, { value: y }] = await Promise.all([own.next(), others.next()]);
+    if (done) break;
     const count = x.shape.reduce((product, length) => product * length, 1);
     const itemBytes = x.bytes.length / Math.max(count, 1);
     const [p, q] = Array.isArray(x.data) ? [[], []] : [toNumbers(x), toNumbers(y)];

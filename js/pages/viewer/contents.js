@@ -2,6 +2,9 @@
 
 import { parseDtype } from "../../src/dtypes.js";
 import { countOf } from "../../src/shapes.js";
+import { Value } from "../../src/values.js";
+import { printable } from "../parts/elements.js";
+import { bytes } from "../parts/numbers.js";
 
 /**
  * @typedef {object} Leaf
@@ -19,32 +22,32 @@ import { countOf } from "../../src/shapes.js";
  * @property {string} place
  * @property {string} format
  * @property {number | undefined} step
- * @property {string} created
- * @property {Record<string, number>} metrics
+ * @property {number | null} created in seconds
+ * @property {number} nbytes on the disk
+ * @property {Record<string, number | string>} metrics
  * @property {unknown} metadata
  * @property {[string, string][]} facts
  * @property {Leaf[]} leaves
  * @property {string[]} notes what is wrong
  */
 
-/** Returns a text in which every control character and change of direction shows as its number. @param {string} text */
-export function printable(text) {
-  return text.replace(/[\p{C}\u2028\u2029]/gu, (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
-}
-
-/** @param {import("../../src/checkpoint.js").Checkpoint} ckpt @returns {Promise<Contents>} */
-export async function checkpointContents(ckpt) {
+/**
+ * @param {import("../../src/checkpoint.js").Checkpoint} ckpt
+ * @param {number} manifestBytes
+ * @returns {Promise<Contents>}
+ */
+export async function checkpointContents(ckpt, manifestBytes) {
   const late = ckpt.source.list ? await ckpt.lateMetrics() : { metrics: ckpt.metrics, files: [] };
   const software = Object.entries(ckpt.software).map(([name, version]) => `${name} ${version}`);
   return {
     place: ckpt.source.place,
     format: "treering",
     step: ckpt.step,
-    created: ckpt.created,
+    created: Date.parse(ckpt.created) / 1000,
+    nbytes: ckpt.files.reduce((sum, { entry }) => sum + entry.size, manifestBytes),
     metrics: late.metrics,
     metadata: ckpt.metadata,
     facts: [
-      ["saved", printable(ckpt.created)],
       ["software", printable(software.join(", "))],
       ["files", String(ckpt.files.length)],
     ],
@@ -62,13 +65,72 @@ function leafOf(leaf) {
       ["same array as", leaf.tied ?? ""],
       ["stored in", piecesText(leaf)],
     ].filter(([, text]) => text);
-    return arrayLeaf(leaf.path, leaf.dtype, leaf.shape, facts, (slice) => leaf.read(slice));
+    const shown = arrayLeaf(leaf.path, leaf.dtype, leaf.shape, facts, (slice) => leaf.read(slice));
+    return leaf.type === "key" ? { ...shown, what: `key<${leaf.impl}>[${leaf.shape.slice(0, -1)}]` } : shown;
   }
   const isValue = leaf.kind === "value";
-  const what = isValue ? `${leaf.type} ${valueText(leaf.value, 60)}`.trim() : "iterator";
   const nbytes = isValue ? 0 : leaf.lengths.reduce((sum, length) => sum + length, 0);
+  const what = isValue ? valueWords(leaf) : `iterator ${bytes(nbytes)}`;
   const value = async () => (await leaf.read()).value;
   return { path: leaf.path, what: printable(what), dtype: "", shape: [], nbytes, facts: [], read: null, value };
+}
+
+const MAX_VALUE = 60;
+
+/** Describes a value in the words of the command line: `int 5`, `str 'a'`, `none`. @param {any} leaf */
+function valueWords({ type, content }) {
+  if (type === "none" || type === "function") return type;
+  const text = type === "iterator" ? `[${content.json[1].map((state) => python(...state)).join(", ")}]` : python(type, content.json);
+  return `${type} ${text.length > MAX_VALUE ? `${text.slice(0, MAX_VALUE - 1)}…` : text}`;
+}
+
+/** Writes a value as Python does. @param {string} type @param {any} json as the format writes it @returns {string} */
+function python(type, json) {
+  if (Object.hasOwn(WRITERS, type)) return WRITERS[type](json);
+  const value = /** @type {any} */ (new Value(/** @type {any} */ (type), json).value);
+  if (type === "bool") return value ? "True" : "False";
+  if (type === "none") return "None";
+  if (type === "float") return pythonFloat(value);
+  if (type === "complex") return pythonComplex(value);
+  if (type === "bytes") return `b'${Array.from(value.subarray(0, MAX_VALUE), byteText).join("")}'`;
+  return type === "str" ? quoted(value) : String(value);
+}
+
+const byteText = (one) => (one > 31 && one < 127 ? String.fromCharCode(one) : codeText(one));
+
+/** @type {Record<string, (json: any) => string>} */
+const WRITERS = {
+  list: (items) => `[${items.map((one) => python(...one)).join(", ")}]`,
+  tuple: (items) => `(${items.map((one) => python(...one)).join(", ")}${items.length === 1 ? "," : ""})`,
+  dict: (items) => `{${items.map(([key, one]) => `${python(...key)}: ${python(...one)}`).join(", ")}}`,
+  array: ([, dtype, shape]) => `array(${dtype}[${shape}])`,
+};
+
+const ESCAPES = { "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t" };
+
+function quoted(text) {
+  const quote = text.includes("'") && !text.includes('"') ? '"' : "'";
+  const escaped = text.replace(/[\\\p{C}\u2028\u2029]/gu, (one) => ESCAPES[one] ?? codeText(one.codePointAt(0))).replaceAll(quote, `\\${quote}`);
+  return `${quote}${escaped}${quote}`;
+}
+
+function codeText(code) {
+  const digits = code.toString(16);
+  return code < 256 ? `\\x${digits.padStart(2, "0")}` : code < 65536 ? `\\u${digits.padStart(4, "0")}` : `\\U${digits.padStart(8, "0")}`;
+}
+
+function pythonComplex([real, imaginary]) {
+  const text = (part) => pythonFloat(part).replace(/\.0$/, "");
+  if (Object.is(real, 0)) return `${text(imaginary)}j`;
+  return `(${text(real)}${/^-/.test(pythonFloat(imaginary)) ? "" : "+"}${text(imaginary)}j)`;
+}
+
+function pythonFloat(value) {
+  if (!Number.isFinite(value)) return String(value).toLowerCase().replace("infinity", "inf");
+  if (Object.is(value, -0)) return "-0.0";
+  const isPlain = value === 0 || (Math.abs(value) >= 1e-4 && Math.abs(value) < 1e16);
+  if (isPlain) return Number.isInteger(value) ? `${value}.0` : String(value);
+  return value.toExponential().replace(/e([+-])(\d)$/, "e$10$2");
 }
 
 /** @returns {Leaf} */

@@ -1,10 +1,10 @@
 /** A leaf on the page: its facts, and on request its statistics, histogram, heat map and values. */
 
 import { WIDTH } from "../parts/chart.js";
-import { el, svg } from "../parts/elements.js";
+import { el, printable, svg } from "../parts/elements.js";
 import { bytes, number, percent } from "../parts/numbers.js";
 import { isNumeric, numbersOf, tensorsOf } from "./chunks.js";
-import { printable, valueText } from "./contents.js";
+import { valueText } from "./contents.js";
 import { heatMap } from "./heat_map.js";
 import { Survey } from "./survey.js";
 
@@ -25,7 +25,7 @@ export function leafView(leaf) {
 
 async function run(leaf, result) {
   if (leaf.value) return result.replaceChildren(el("pre", {}, printableLines(valueText(await leaf.value(), MAX_TEXT))));
-  if (!isNumeric(leaf.dtype)) return result.replaceChildren(el("pre", {}, await firstElements(leaf)));
+  if (!isNumeric(leaf.dtype) || leaf.what.startsWith("key<")) return result.replaceChildren(el("pre", {}, await firstElements(leaf)));
   const survey = new Survey(leaf.shape);
   let stopped = false;
   const progress = el("progress", { max: Math.max(survey.size, 1), value: 0, "aria-label": "reading" });

@@ -5,10 +5,10 @@ import { admit, lock } from "./lock.js";
 import { droppedFiles, fileSource, urlSource } from "./sources.js";
 
 /**
- * Returns the form. `onOpen` gets a promise of a source, and of the name of a file in it if the source is a server.
+ * Returns the form. `onOpen` gets a promise of a source, or of a URL.
  *
  * @param {string} title
- * @param {(opened: Promise<{source: any, file?: string}>) => void} onOpen
+ * @param {(opened: Promise<{source?: any, url?: string}>) => void} onOpen
  */
 export function opener(title, onOpen) {
   const pick = (attributes, text) => {
@@ -22,7 +22,7 @@ export function opener(title, onOpen) {
   const url = el("input", { type: "url", placeholder: "https://…/step-00001000 or ….safetensors", "aria-label": `URL: ${title}` });
   const form = el("form", { class: "controls", onsubmit: (event) => {
     event.preventDefault();
-    if (url.value.trim()) onOpen(openUrl(url.value.trim()));
+    if (url.value.trim()) onOpen(Promise.resolve({ url: url.value.trim() }));
   } }, pick({ multiple: "" }, "Files…"), pick({ webkitdirectory: "" }, "Folder…"), url, el("button", { class: "act" }, "Open URL"));
   const zone = el("section", { class: "opener", "aria-label": title }, el("p", {}, title), form);
   acceptDrops(zone, onOpen);
@@ -50,7 +50,7 @@ async function openFiles(files) {
   return { source: fileSource(files) };
 }
 
-/** @param {string} text */
+/** Opens a folder or a file on a server. @param {string} text */
 export async function openUrl(text) {
   const found = urlSource(text);
   admit(new URL(found.source.place).origin);

@@ -1,6 +1,6 @@
 /** The tree of a checkpoint: levels of paths, with the leaves and bytes below each. */
 
-import { printable } from "./contents.js";
+import { printable } from "../parts/elements.js";
 
 /**
  * @typedef {object} Node
@@ -51,7 +51,7 @@ const MAX_RECTANGLES = 300; // This many parts of a level are drawn; the rest is
 /** Returns the tree as the rectangles of `treemap` need it. @param {Node} node @param {string} [name] */
 export function rectangles(node, name = node.name) {
   const about = { name: printable(name), path: printable(node.path), nbytes: node.nbytes, leaves: node.leaves };
-  if (node.leaf) return { ...about, what: node.leaf.what, dtype: node.leaf.dtype };
+  if (node.leaf) return { ...about, leaf: node.path, what: node.leaf.what, dtype: node.leaf.dtype };
   const sized = node.children.filter((child) => child.nbytes).sort((a, b) => b.nbytes - a.nbytes);
   const parts = sized.slice(0, MAX_RECTANGLES).map((child) => rectangles(child));
   const rest = sized.slice(MAX_RECTANGLES);

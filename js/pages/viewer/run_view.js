@@ -1,83 +1,80 @@
-/** A run on the page: its metrics over steps, read from the manifests one after another. */
+/** A run on the page: its metrics over steps. */
 
 import { chart } from "../parts/chart.js";
-import { el } from "../parts/elements.js";
-import { bytes, duration, number, when } from "../parts/numbers.js";
+import { el, printable } from "../parts/elements.js";
+import { bytes, counted, duration, number, when } from "../parts/numbers.js";
+import { metric, metricNames, metricPoints } from "../parts/runs.js";
 import { table } from "../parts/table.js";
-import { printable } from "./contents.js";
 
 const DRAW_EVERY = 20; // A run may have thousands of steps: the curves grow while they are read.
+const MAX_NOTES = 10;
 
-/**
- * Returns the section of a run. `choose` is called with the contents of the newest valid step, and of each step that the
- * user selects.
- *
- * @param {string} place
- * @param {import("./detect.js").Step[]} steps oldest first
- * @param {(contents: any) => void} choose
- * @param {((contents: any) => void) | null} compare is called with the step that the user selects to compare
- */
-export function runView(place, steps, choose, compare) {
+/** Returns the elements, and a function that shows the steps of a run, oldest first, and what is wrong with them. */
+export function runView() {
   const status = el("p", { id: "run-status", "aria-live": "polite" });
   const charts = el("div", { class: "cards", id: "metrics" });
   const details = el("div");
-  const notes = el("div");
-  const options = () => steps.map((step) => el("option", {}, printable(step.name)));
-  const select = el("select", { id: "step", "aria-label": "step", onchange: () => show(steps[select.selectedIndex], choose) }, options());
-  const other = el("select", { id: "other-step", onchange: () => other.selectedIndex && show(steps[other.selectedIndex - 1], compare) },
-    el("option", {}, "choose a step"), options());
-  const note = (step, error) => notes.append(el("p", { class: "note", role: "alert" }, `${printable(step.name)}: ${printable(error.message)}`));
+  const notes = el("div", { id: "run-notes" });
+  let turn = 0;
 
-  async function show(step, use) {
-    const contents = await step.open().catch((error) => note(step, error));
-    if (contents) use(contents);
-  }
-
-  async function newest() {
-    for (const step of [...steps].reverse()) {
-      const contents = await step.open().catch(() => null); // `readAll` names the error.
-      if (!contents) continue;
-      select.selectedIndex = steps.indexOf(step);
-      return choose(contents);
-    }
-  }
-
-  async function readAll() {
-    const rows = [];
+  /** @param {import("./detect.js").Step[]} steps @param {string} more what else the status says */
+  async function show(steps, more = "") {
+    const own = ++turn;
+    const rows = [], wrong = [];
     for (const [n, step] of steps.entries()) {
-      try {
-        const { step: number, created, metrics, leaves } = await step.open();
-        const nbytes = leaves.reduce((sum, leaf) => sum + leaf.nbytes, 0);
-        rows.push({ step: number ?? n, created: Date.parse(created) / 1000, metrics, nbytes, name: step.name });
-      } catch (error) {
-        note(step, error);
-      }
-      if ((n + 1) % DRAW_EVERY === 0 || n + 1 === steps.length) draw(rows, n + 1);
+      const row = step.row ?? (await rowOf(step, n));
+      if (own !== turn) return;
+      if (row.state === "good") rows.push(row);
+      else wrong.push([step, row]);
+      if (!step.row && ((n + 1) % DRAW_EVERY === 0 || n + 1 === steps.length)) draw(rows, n + 1, steps.length, more);
     }
+    draw(rows, steps.length, steps.length, more);
+    const texts = await Promise.all(wrong.slice(0, MAX_NOTES).map(([step, row]) => reasonOf(step, row)));
+    if (own !== turn) return;
+    if (wrong.length > MAX_NOTES) texts.push(`${wrong.length - MAX_NOTES} more steps are not valid`);
+    if (texts.join("\n") !== Array.from(notes.children, (note) => note.textContent).join("\n"))
+      notes.replaceChildren(...texts.map((text) => el("p", { class: "note", role: "alert" }, text)));
   }
 
-  function draw(rows, read) {
-    status.textContent = `${read < steps.length ? `reading step ${read} of ` : ""}${steps.length} steps, ${rows.length} valid`;
+  function draw(rows, read, all, more) {
+    const begin = read < all ? `reading step ${read} of ` : "";
+    const text = [`${begin}${counted(all, "step")}, ${rows.length.toLocaleString("en")} valid`, more].filter(Boolean).join(" · ");
+    if (status.textContent !== text) status.textContent = text;
     const sorted = [...rows].sort((a, b) => a.step - b.step);
-    const names = [...new Set(sorted.flatMap((row) => Object.keys(row.metrics)))];
-    const metric = (row, name) => (Object.hasOwn(row.metrics, name) ? shown(row.metrics[name]) : null);
-    const points = (name) => sorted.map((row) => [row.step, metric(row, name)]).filter((point) => point[1] !== null);
+    const names = metricNames(sorted);
     const gaps = sorted.slice(1).map((row, n) => [row.step, row.created - sorted[n].created]);
-    charts.replaceChildren(...names.map((name) => chart(printable(name), points(name))),
+    charts.replaceChildren(...names.map((name) => chart(printable(name), metricPoints(sorted, name))),
       ...(sorted.length ? [chart("size", sorted.map((row) => [row.step, row.nbytes]), { format: bytes, zero: true })] : []),
       ...(gaps.length ? [chart("time since the step before", gaps, { format: duration, zero: true })] : []));
     const columns = [{ title: "step", value: (row) => row.step, cell: (row) => String(row.step) },
       { title: "saved", value: (row) => row.created, cell: (row) => when(row.created) },
       { title: "size", value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
       ...names.map((name) => ({ title: printable(name), value: (row) => metric(row, name), cell: (row) => number(metric(row, name)),
-        class: (row) => (typeof metric(row, name) === "string" ? "bad" : "") }))];
+        class: (row) => (typeof metric(row, name) === "string" ? "bad" : "") })),
+      { title: "notes", value: notesOf, cell: notesOf }];
     details.replaceChildren(table(columns, sorted, { name: "steps" }).node);
   }
 
-  newest().finally(readAll);
-  return [el("h2", {}, "Run"), el("p", { class: "path" }, printable(place)), status, notes, charts,
-    el("details", {}, el("summary", {}, "The steps as a table"), details),
-    el("div", { class: "controls" }, el("label", {}, "step ", select), compare && el("label", {}, "compare with ", other))];
+  const nodes = [el("h3", {}, "Run"), status, notes, charts, el("details", {}, el("summary", {}, "The steps as a table"), details)];
+  return { nodes, show };
 }
 
-const shown = (value) => (Number.isFinite(value) ? value : String(value).toLowerCase().replace("infinity", "inf"));
+const notesOf = (row) => [row.format === "treering" ? "" : row.format, ...row.marks].filter(Boolean).join(", ");
+
+/** Reads a step, and describes it as `treering view` does. */
+export async function rowOf(step, n) {
+  try {
+    const { step: number, created, metrics, nbytes, format } = await step.open();
+    step.row = { step: number ?? n, name: step.name, state: "good", format, created, metrics, nbytes, marks: [] };
+  } catch (error) {
+    step.row = { state: "damaged", error: error.message };
+  }
+  return step.row;
+}
+
+/** Says what is wrong with a step. */
+async function reasonOf(step, row) {
+  if (!["unfinished", "closed"].includes(row.state)) row.error ??= await step.open().then(() => "", (error) => error.message);
+  if (!row.error) return `${printable(step.name)} is ${row.state}`;
+  return printable(row.error.includes(step.name) ? row.error : `${step.name}: ${row.error}`);
+}

@@ -41,8 +41,10 @@ const DTYPES = {
 export async function safetensorsContents(source, files) {
   const leaves = [];
   const metadata = {};
+  let nbytes = 0;
   for (const file of files) {
     const header = await readHeader(source, file);
+    nbytes += header.begin + header.size;
     for (const [name, row] of header.fields) {
       if (name === "__metadata__") Object.assign(metadata, Object.fromEntries(row));
       else leaves.push(faultless(file, name, () => leafOf(source, file, header, name, object(row, name))));
@@ -60,7 +62,8 @@ export async function safetensorsContents(source, files) {
     place,
     format: "safetensors",
     step: undefined,
-    created: "",
+    created: null,
+    nbytes,
     metrics: {},
     metadata: hasMetadata ? shown : null,
     facts,

@@ -1,6 +1,6 @@
-/** The places that a user opens: dropped or picked files, a URL, and what `treering view` serves. */
+/** The places that a user opens: dropped or picked files, and a URL. */
 
-import { DamagedError, InputError, MissingFileError, SourceError } from "../../src/errors.js";
+import { DamagedError, InputError, MissingFileError } from "../../src/errors.js";
 import { httpSource } from "../../src/sources/http.js";
 
 /** @typedef {import("../../src/sources/source.js").Source} Source Its names may have slashes. */
@@ -60,18 +60,6 @@ export function fileSource(files) {
       }
     },
   };
-}
-
-/** The folder that `treering view` serves next to the page. @returns {Promise<Source>} */
-export async function servedSource() {
-  const answer = await fetch("files.json", { cache: "no-store" }).catch(() => null);
-  if (!answer?.ok) {
-    const found = answer ? `status ${answer.status}` : "no answer";
-    throw new SourceError(`treering view: expected the list of files, found ${found}. Start the command again`);
-  }
-  const { path, files } = await answer.json();
-  const { read } = httpSource(new URL("data", location.href.replace(/[?#].*/, "")));
-  return { place: path, read, list: async () => files };
 }
 
 /** A folder or file on a server. A server lists no files. @param {string} text @returns {{source: Source, file: string}} */

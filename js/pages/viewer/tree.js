@@ -1,9 +1,8 @@
 /** The tree on the page: rows that unfold, moved through by keys as WAI-ARIA describes for trees. */
 
-import { el } from "../parts/elements.js";
+import { el, printable } from "../parts/elements.js";
 import { matches } from "../parts/filter.js";
 import { bytes } from "../parts/numbers.js";
-import { printable } from "./contents.js";
 
 const ROWS = 500; // The tree draws this many rows at a time.
 const UNFOLDED = 30; // Levels are unfolded at first as long as they have so few rows.
@@ -13,8 +12,9 @@ const UNFOLDED = 30; // Levels are unfolded at first as long as they have so few
  *
  * @param {import("./outline.js").Node} root
  * @param {(leaf: import("./contents.js").Leaf) => Node} detail makes the element that opens below a leaf
+ * @param {(path: string, isOpen: boolean) => void} choose is called if the user opens or closes a leaf
  */
-export function tree(root, detail) {
+export function tree(root, detail, choose) {
   const unfolded = new Set([root]);
   /** The elements below leaves that are open, by node. @type {Map<any, Node>} */
   const open = new Map();
@@ -77,11 +77,12 @@ export function tree(root, detail) {
   }
 
   function toggle(node) {
-    if (node.leaf) open.has(node) ? open.delete(node) : open.set(node, detail(node.leaf));
-    else unfolded.has(node) ? unfolded.delete(node) : unfolded.add(node);
+    if (node.leaf) return choose(node.path, !open.has(node));
+    unfolded.has(node) ? unfolded.delete(node) : unfolded.add(node);
     draw();
   }
 
+  list.addEventListener("focusin", ({ target }) => { if (target.node) current = target.node; });
   list.addEventListener("keydown", (event) => {
     if (!event.target.matches(".node") || event.ctrlKey || event.metaKey || event.altKey) return;
     const shown = items(), at = shown.indexOf(event.target), node = event.target.node;
@@ -95,15 +96,51 @@ export function tree(root, detail) {
       ArrowRight: () => (isOpen ? node.children.length && go(shown[at + 1]) : toggle(node)),
       ArrowLeft: () => (isOpen ? toggle(node) : go(parent())),
       Enter: () => toggle(node), " ": () => toggle(node),
+      ...(node.leaf && isOpen ? { Escape: () => toggle(node) } : {}),
     };
     if (!Object.hasOwn(actions, event.key)) return;
     event.preventDefault();
+    event.stopPropagation();
     actions[event.key]();
   });
+  list.addEventListener("keydown", (event) => {
+    const node = [...open].find(([, panel]) => panel.contains(event.target))?.[0];
+    if (event.key !== "Escape" || !node) return;
+    event.stopPropagation();
+    focus(node);
+    toggle(node);
+  });
+
+  /** Opens these leaves, and closes all others. Unfolds what is above them. @param {string[]} paths */
+  function show(paths) {
+    const wanted = new Set(paths);
+    const visit = (node) => {
+      let isAbove = false;
+      for (const child of node.children) if (visit(child)) isAbove = true;
+      if (isAbove) unfolded.add(node);
+      return isAbove || Boolean(node.leaf && wanted.has(node.path));
+    };
+    const before = open.size;
+    for (const [node] of open) if (!wanted.delete(node.path)) open.delete(node);
+    if (!wanted.size && open.size === before) return;
+    visit(root);
+    for (const node of leavesOf(root)) if (wanted.has(node.path)) open.set(node, detail(node.leaf));
+    draw();
+  }
+
+  /** Shows the row of a leaf on the screen. @param {string} path */
+  function reveal(path) {
+    items().find((item) => item.node.leaf && item.node.path === path)?.scrollIntoView({ block: "nearest" });
+  }
 
   const filter = el("input", { type: "search", id: "filter", placeholder: "filter: parts of paths, * for anything",
     "aria-label": "filter leaves", oninput: () => { words = filter.value.trim(); most = ROWS; draw(); },
     onkeydown: (event) => { if (event.key === "ArrowDown" && current) { event.preventDefault(); focus(current); } } });
   draw();
-  return [el("div", { class: "controls" }, filter), list, more];
+  return { nodes: [el("div", { class: "controls" }, filter), list, more], show, reveal };
+}
+
+function* leavesOf(node) {
+  if (node.leaf) yield node;
+  for (const child of node.children) yield* leavesOf(child);
 }

@@ -172,8 +172,8 @@ class Browser(App[None]):
 
     TITLE = "treering"
     CSS = """
-    CheckpointTree { width: 1fr; }
-    #detail { width: 1fr; border-left: solid $primary; padding: 0 1; }
+    CheckpointTree { width: 2fr; }
+    #detail { width: 3fr; border-left: solid $primary; padding: 0 1; }
     #search { display: none; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [

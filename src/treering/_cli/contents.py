@@ -10,7 +10,7 @@ from .._core.units import count, nbytes, number
 from .._core.units import sharding as sharding_text
 from .._printable import safe
 from .arguments import BEST, PREFIX, STEP, FormatName
-from .leaf_text import describe_node, quantized_roles
+from .leaf_text import describe_node
 from .listing import chosen_step
 from .output import PATH, as_json, local_time, say, say_json, table, terminal_columns, truncate, utc_time
 
@@ -84,8 +84,9 @@ def show(
         return
     _show_head(ckpt, path)
     from .._core.outline import outline
+    from .._core.quantized import member_roles
 
-    roles = quantized_roles(ckpt)
+    roles = member_roles(ckpt._source)
     tree = outline(
         ckpt._source.entries,
         collapse=not everything,
@@ -229,19 +230,30 @@ def stats(
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH, required=False)
 @click.option("--steps", type=STEP, nargs=2, metavar="N M", help="The steps of A and B, or two steps of A.")
+@BEST
 @PREFIX
 @as_json
-def diff(a: str, b: str | None, steps: tuple[int, int] | None, prefix: str | None, json_: bool) -> int:
+def diff(
+    a: str,
+    b: str | None,
+    steps: tuple[int, int] | None,
+    best: tuple[str, str] | None,
+    prefix: str | None,
+    json_: bool,
+) -> int:
     """Compare the checkpoints A and B leaf by leaf and bit by bit; the exit code is 1 if they differ.
 
     For arrays that differ it prints how many values differ, the largest difference, that relative to the largest
-    magnitude, and the cosine of the angle between the two arrays.
+    magnitude, and the cosine of the angle between the two arrays. --best takes the best step of A and of B, or
+    compares the best step of A with the latest one.
     """
     from .._tools.diff import diff as compare
 
-    if b is None and steps is None:
-        raise click.UsageError("expected two checkpoints, or --steps N M of one run")
-    first, second = steps or (None, None)
+    if b is None and steps is None and best is None:
+        raise click.UsageError("expected two checkpoints, or --steps N M or --best METRIC of one run")
+    if steps and best:
+        raise click.UsageError("expected --steps or --best, found both")
+    first, second = steps or (chosen_step(a, None, best, prefix), chosen_step(b, None, best, prefix) if b else None)
     found = compare(_open(a, prefix, first), _open(b or a, prefix, second))
     if json_:
         say_json(dataclasses.asdict(found))

@@ -1,7 +1,7 @@
 """Prints a leaf or container as lines of text: its description, values and statistics."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .._core.units import count, nbytes, number
@@ -19,38 +19,21 @@ _HISTOGRAM_BINS = 40
 _EDGE_ITEMS = 3  # items at both ends of an axis that are shown
 
 
-def quantized_roles(ckpt: "Checkpoint") -> dict[str, str]:
-    """Returns what arrays are for quantized weights, such as ``codes (qwix)``, by the paths of their entries."""
-    from .._core.quantized import find_members
-
-    entries = ckpt._source.entries
-    return {
-        entries[path].path: f"{role} ({group.layout.name}){_lacks(group.missing)}"
-        for path, (group, role) in find_members(ckpt._source, entries).items()
-    }
-
-
-def _lacks(paths: Sequence[str]) -> str:
-    names = [path.replace(".", "/").rpartition("/")[2] for path in paths]
-    return f" without {' and '.join(names)}" if names else ""
-
-
 def describe_node(ckpt: "Checkpoint", node: "OutlineNode", roles: Mapping[str, str] | None = None) -> str:
     """Returns the description of a node: dtype, shape, size and sharding, or the leaves and bytes of a container.
 
-    roles: those of `quantized_roles`.
+    roles: those of `member_roles`.
     """
-    from .._core.describe import describe_entry, value_text
-    from .._core.entries import NO_ARRAY, ArrayEntry
+    from .._core.describe import describe_leaf
+    from .._core.entries import ArrayEntry
 
     entry = node.entry
     if entry is None:
         return f"{count(node.leaves, 'leaf', 'leaves')}, {nbytes(node.nbytes)}"
     if not isinstance(entry, ArrayEntry):
-        value = "" if entry.type in NO_ARRAY else f" {safe(value_text(entry))}"
-        return f"{describe_entry(entry)}{value}"
+        return safe(describe_leaf(entry))
     spec = sharding_text(ckpt._source.sharding(entry))
-    parts = [safe(describe_entry(entry)), nbytes(node.nbytes), spec, safe((roles or {}).get(entry.path, ""))]
+    parts = [safe(describe_leaf(entry)), nbytes(node.nbytes), spec, safe((roles or {}).get(entry.path, ""))]
     return "  ".join(filter(None, parts))
 
 
@@ -67,6 +50,7 @@ def leaf_lines(ckpt: "Checkpoint", path: str) -> Iterator[str]:
     from .._core.describe import describe_entry, shorten, value_text
     from .._core.entries import StatesEntry
     from .._core.lazy import LazyArray
+    from .._core.quantized import member_roles
 
     if isinstance(entry := ckpt._source.entries.get(path), StatesEntry):
         processes = count(len(entry.value), "process", "processes")
@@ -78,7 +62,7 @@ def leaf_lines(ckpt: "Checkpoint", path: str) -> Iterator[str]:
         return
     spec = [text] if (text := sharding_text(leaf.place)) else []
     yield safe(path)
-    role = [safe(text)] if (text := quantized_roles(ckpt).get(leaf.entry.path)) else []
+    role = [safe(text)] if (text := member_roles(ckpt._source).get(leaf.entry.path)) else []
     yield "  ".join([safe(describe_entry(leaf.entry)), nbytes(leaf.nbytes), *spec, *role])
     yield ""
     yield from _values(leaf)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .._core.units import count
-from .arguments import PREFIX, STEP
+from .arguments import BEST, PREFIX, STEP
+from .listing import chosen_step
 from .output import PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
@@ -14,12 +15,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run", type=PATH)
-@click.argument("steps", nargs=-1, required=True, type=STEP)
+@click.argument("steps", nargs=-1, type=STEP)
+@BEST
 @PREFIX
 @as_json
-def pin(run: str, steps: tuple[int, ...], prefix: str | None, json_: bool) -> None:
-    """Mark STEPS of a RUN so that no job deletes them."""
-    _pin(run, steps, prefix, wanted=True, json_=json_)
+def pin(run: str, steps: tuple[int, ...], best: tuple[str, str] | None, prefix: str | None, json_: bool) -> None:
+    """Mark STEPS of a RUN, or the best one by a metric, so that no job deletes them."""
+    if bool(steps) == (best is not None):
+        raise click.UsageError("expected STEPS or --best")
+    found = chosen_step(run, None, best, prefix)
+    _pin(run, steps if found is None else (found,), prefix, wanted=True, json_=json_)
 
 
 @click.command()
@@ -46,20 +51,30 @@ def _pin(run: str, steps: tuple[int, ...], prefix: str | None, *, wanted: bool, 
 @click.argument("run", type=PATH)
 @click.argument("step", type=STEP, required=False)
 @click.option("--all", "all_", is_flag=True, help="Archive every step: the next job starts over.")
+@BEST
 @click.option("--dry-run", is_flag=True, help="Only print which steps would be archived.")
 @PREFIX
 @as_json
-def rewind(run: str, step: int | None, all_: bool, dry_run: bool, prefix: str | None, json_: bool) -> None:
+def rewind(
+    run: str,
+    step: int | None,
+    all_: bool,
+    best: tuple[str, str] | None,
+    dry_run: bool,
+    prefix: str | None,
+    json_: bool,
+) -> None:
     """Go back to a STEP of a RUN: archive the later steps, so that the next job continues from STEP.
 
     It deletes nothing: it moves the steps to rewound-1 (-2, …) within the run, which is a run of its own. It refuses a
     run that a job writes.
     """
-    if all_ == (step is not None):
-        raise click.UsageError("expected a STEP, or --all")
+    if (step is not None) + all_ + (best is not None) != 1:
+        raise click.UsageError("expected a STEP, --best or --all")
     from .._run import external_writes
     from .._run.run_layout import BEFORE_FIRST_STEP, archived_runs
 
+    step = chosen_step(run, step, best, prefix)
     directory, back_to = open_run(run, prefix), BEFORE_FIRST_STEP if step is None else step
     store, root = directory.steps.store, directory.root
     later, before = directory.steps_to_archive(back_to), archived_runs(store, root)

@@ -3,65 +3,53 @@
 import contextlib
 import logging
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from .._core.units import nbytes
 from .._printable import safe
-from ..errors import TreeringError
 from .arguments import MAX_EXPANSION, PREFIX, STEP
 from .output import PATH, as_json, say, say_json
 
 if TYPE_CHECKING:
     from .._restore.checkpoint import Checkpoint
     from .._tools.listing import Listing
-    from .._tools.view import ServedFiles
 
 
 @click.command()
 @click.argument("path", type=PATH)
 @click.option("--port", type=click.IntRange(1, 65535), help="The port; by default a free one.")
 def view(path: str, port: int | None) -> None:
-    """Show a checkpoint, a safetensors file or a run in the browser: open the URL that it prints.
+    """Show a checkpoint of any format, a run or a directory of runs in the browser: open the URL that it prints.
 
-    For a directory of runs it prints a URL for each, with ports from --port on. It serves PATH to this machine only,
-    until Ctrl-C. The URL has a random token, and nothing is written.
+    It serves PATH to this machine only, until Ctrl-C. The URL has a random token, and nothing is written.
     """
-    from .. import stores
-    from .._tools.runs_folder import scan_runs_folder
-    from .._tools.view import ServedFiles, ViewServer
+    from .._tools.view import Served, ViewServer
 
-    place = stores.absolute(path)
-    folder = scan_runs_folder(stores.get(place), place, None, None)
-    served = _served([*folder.checkpoints, *folder.runs]) if folder else []
-    with contextlib.ExitStack() as stack:
-        servers = [
-            stack.enter_context(ViewServer(files, port + n if port else 0))
-            for n, files in enumerate(served or [ServedFiles(path)])
-        ]
-        for server in servers:
-            say(f"{safe(server.files.path)}: {server.url}" if folder else server.url)
-        for server in servers[1:]:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            stack.callback(server.shutdown)
+    with _each_once(), ViewServer(Served(path), port or 0) as server:
+        say(server.url)
         with contextlib.suppress(KeyboardInterrupt):
-            servers[0].serve_forever()
+            server.serve_forever()
 
 
-def _served(paths: Sequence[str]) -> "list[ServedFiles]":
-    """Returns what the page can show, and names the rest on stderr."""
-    from .._tools.view import ServedFiles
+@contextlib.contextmanager
+def _each_once() -> Iterator[None]:
+    """Prints each warning once: the page looks at the run again and again."""
+    log, printed = logging.getLogger("treering"), set[str]()
 
-    found: list[ServedFiles] = []
-    for path in paths:
-        try:
-            found.append(ServedFiles(path))
-        except (TreeringError, PermissionError) as error:
-            logging.getLogger("treering").error("not shown: %s", error)
-    return found
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_known = text in printed
+        printed.add(text)
+        return not is_known
+
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)
 
 
 @click.command()
@@ -96,7 +84,7 @@ def browse(path: str, other: str | None, prefix: str | None) -> None:
 
 
 @click.command()
-@click.argument("run", type=PATH)
+@click.argument("runs", nargs=-1, required=True, type=PATH, metavar="RUN...")
 @click.option("--output", "-o", type=PATH, default="report.html", show_default=True, help="The file to write.")
 @click.option(
     "--steps", type=click.IntRange(0), default=20, show_default=True, help="Read the arrays of this many steps."
@@ -107,7 +95,7 @@ def browse(path: str, other: str | None, prefix: str | None) -> None:
 @PREFIX
 @as_json
 def report(
-    run: str,
+    runs: tuple[str, ...],
     output: str,
     steps: int,
     leaves: tuple[str, ...],
@@ -115,10 +103,12 @@ def report(
     max_expansion: float,
     prefix: str | None,
     json_: bool,
-) -> None:
+) -> int:
     """Write an HTML page about a RUN: timeline, sizes, statistics, differences. It needs no network.
 
     It reads the arrays of --steps steps, spread evenly over the run; --steps 0 reads none. It replaces an older report.
+    Of several runs, or a directory of runs, the page has the metrics in the same charts, and nothing of arrays. If it
+    left out a run, the exit code is 3.
     """
     from .. import stores
     from .._tools import report as tools
@@ -126,22 +116,44 @@ def report(
     place = stores.absolute(output)
     store = stores.get(place)
     tools.check_replaceable(store, place)
-    found = tools.gather(
-        run,
-        steps=steps,
-        compare=compare or (),
-        globs=leaves,
-        progress=not json_,
-        max_expansion=max_expansion,
-        prefix=prefix,
-    )
+    several = _several(runs, prefix)
+    if several and (leaves or compare):
+        raise click.UsageError("expected --leaves and --compare for one run, found several runs")
+    if several:
+        found = tools.gather_runs(several, prefix=prefix)
+    else:
+        found = tools.gather(
+            runs[0],
+            steps=steps,
+            compare=compare or (),
+            globs=leaves,
+            progress=not json_,
+            max_expansion=max_expansion,
+            prefix=prefix,
+        )
     data = tools.page(found).encode()
     with store.new_file(place, overwrite=True) as file:
         file.write(data)
     if json_:
         say_json({"path": place, "nbytes": len(data), "read": found["read"], "notes": found["notes"]})
-        return
-    say(f"{safe(place)}: {nbytes(len(data))}")
+    else:
+        say(f"{safe(place)}: {nbytes(len(data))}")
+    return 3 if found.get("leftOut") else 0
+
+
+def _several(runs: Sequence[str], prefix: str | None) -> list[str]:
+    """Returns the runs if there are several: those named, and those in directories of runs."""
+    from .. import stores
+    from .._tools.runs_folder import scan_runs_folder
+
+    found: list[str] = []
+    is_folder = False
+    for run in runs:
+        place = stores.absolute(run)
+        folder = scan_runs_folder(stores.get(place), place, None, prefix)
+        is_folder |= bool(folder)
+        found += folder.runs if folder else [place]
+    return found if is_folder or len(found) > 1 else []
 
 
 COMMANDS = (view, browse, report)

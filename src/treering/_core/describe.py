@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import Difference, MismatchError
-from .entries import Entry, LostEntry, StatesEntry, ValueEntry, visible_shape
+from .entries import NO_ARRAY, Entry, LostEntry, StatesEntry, ValueEntry, visible_shape
 from .leaf_paths import closest, matches
 from .units import nbytes
 
@@ -25,6 +25,12 @@ def describe_entry(entry: Entry) -> str:
         return entry.type
     dtype = f"key<{entry.impl}>" if entry.type == "key" else entry.dtype
     return f"{dtype}[{','.join(map(str, visible_shape(entry)))}]"
+
+
+def describe_leaf(entry: Entry) -> str:
+    """Returns an entry in words, with the value of a leaf that is no array: ``float32[2,3]``, ``int 5``, ``none``."""
+    about = describe_entry(entry)
+    return f"{about} {value_text(entry)}" if isinstance(entry, ValueEntry) and entry.type not in NO_ARRAY else about
 
 
 def value_text(entry: ValueEntry) -> str:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedError
+from ..errors import TreeringError, UnsupportedError
 from . import dtypes
 from .boxes import Box, full_box
 from .entries import ArrayEntry
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _COPIED_BYTES = 16 << 20  # slices of up to so many bytes are copied
 _AHEAD_BYTES = 16 << 20  # of arrays that are read together
+_PICTURE_BYTES = 4 << 20  # a notebook shows a picture of arrays up to this size
 _SMALL_BYTES = 1 << 20  # An array of more is worth a request of its own.
 
 
@@ -114,7 +115,24 @@ class LazyArray:
 
         about = [("array", describe_entry(self._entry)), ("size", units.nbytes(self.nbytes))]
         about += [("sharding", text)] if (text := units.sharding(self.place)) else []
-        return printing.page(self._entry.path or "(root)", printing.table([*about, ("in", self._reader.path)]))
+        return printing.page(
+            self._entry.path or "(root)", printing.table([*about, ("in", self._reader.path)]), self._picture()
+        )
+
+    def _picture(self) -> str:
+        """Returns the array as a picture if it is small; an error as text, because a notebook would hide it."""
+        import numpy as np
+
+        from . import printing
+        from .heat_map import heat_map
+
+        is_number = self._entry.type != "key" and self.dtype.kind not in "MmUSO"
+        if not is_number or self.size < 2 or self.nbytes > _PICTURE_BYTES:
+            return ""
+        try:
+            return heat_map(np.asarray(self))
+        except TreeringError as error:
+            return printing.line(str(error))
 
     def __repr__(self) -> str:
         from .describe import describe_entry

@@ -17,6 +17,7 @@ from ..errors import MismatchError, UnsupportedError
 
 # The second form is what `pathlib` and `os.path` make of a URL: they drop a slash. A single letter before the colon is
 # a drive of Windows and not a URL.
+_VARIABLE = re.compile(r"\$\{?(?P<name>[A-Za-z_]\w*)\}?(?=/|$)")  # at the beginning of a path
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _COMPARED_CHARACTERS = 100  # of names, in a search for the closest one
 
@@ -199,7 +200,8 @@ def closest(path: str, names: Sequence[str]) -> str | None:
 def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str:
     """Returns a file system path as absolute text, so that a later change of directory does not matter.
 
-    ``~`` at its beginning is the user's home. A URL with one of the schemes stays as it is, without slashes at its end.
+    ``~`` at its beginning is the user's home; a variable such as ``$HOME`` there is an error. A URL with one of the
+    schemes stays as it is, without slashes at its end.
 
     Raises `MismatchError` for anything but a path, and `UnsupportedError` for any other URL, which would otherwise be
     the name of a local folder.
@@ -225,6 +227,15 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
     home = os.path.expanduser(text)
     if home.startswith("~"):
         raise MismatchError(f"{text}: expected a path, found no home of that user; give an absolute path")
+    variable = _VARIABLE.match(text)
+    if (
+        variable and variable["name"] in os.environ
+    ):  # Nothing but a shell replaces it: a folder of that name would arise.
+        expanded = os.path.expandvars(text)
+        raise MismatchError(
+            f"{text}: expected a path, found the variable {variable[0]}, which is not replaced here; give {expanded}, "
+            f"or ./{text} for a folder of that name"
+        )
     return os.path.abspath(home)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from .._printable import safe
-from .describe import describe_entry, value_text
+from .describe import describe_entry, describe_leaf, value_text
 from .entries import ArrayEntry, Entry
 from .outline import OutlineNode, outline
 from .source import Source, arrays_of, full_source, source_name
@@ -109,8 +109,8 @@ def checkpoint_page(source: Source) -> str:
 
     def what(entry: Entry) -> str:
         if not isinstance(entry, ArrayEntry):
-            return f"{describe_entry(entry)} {value_text(entry)}"
-        return f"{describe_entry(entry)} {sharding(source.sharding(entry))}".rstrip()
+            return describe_leaf(entry)
+        return f"{describe_leaf(entry)} {sharding(source.sharding(entry))}".rstrip()
 
     step = "" if source.step is None else f"step {source.step}"
     saved = "" if source.created is None else f"saved {source.created:%Y-%m-%d %H:%M:%S} UTC"

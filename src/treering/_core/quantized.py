@@ -78,6 +78,20 @@ def find_members(source: Source, entries: Mapping[str, Entry]) -> dict[str, Memb
     return found
 
 
+def member_roles(source: Source) -> dict[str, str]:
+    """Returns what arrays are for quantized weights, such as ``codes (qwix)``, by the paths of their entries."""
+    entries = source.entries
+    return {
+        entries[path].path: f"{role} ({group.layout.name}){_lacks(group.missing)}"
+        for path, (group, role) in find_members(source, entries).items()
+    }
+
+
+def _lacks(paths: Collection[str]) -> str:
+    names = [path.replace(".", "/").rpartition("/")[2] for path in paths]
+    return f" without {' and '.join(names)}" if names else ""
+
+
 def find_cast_codes(source: Source) -> dict[str, set[str]]:
     """Returns codes that rules have made floats of without the scales, and the other members, by paths of the source.
 

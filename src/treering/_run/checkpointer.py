@@ -342,28 +342,50 @@ class Checkpointer(StepList):
 
     @overload
     def restore(
-        self, like: None = None, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
+        self,
+        like: None = None,
+        *,
+        step: int | None = None,
+        best: str | None = None,
+        fallback: bool = True,
+        **options: "Unpack[RestoreOptions]",
     ) -> Any: ...
     @overload
     def restore(
-        self, like: T, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
+        self,
+        like: T,
+        *,
+        step: int | None = None,
+        best: str | None = None,
+        fallback: bool = True,
+        **options: "Unpack[RestoreOptions]",
     ) -> T: ...
     @non_reentrant
     def restore(
-        self, like: Any = None, *, step: int | None = None, fallback: bool = True, **options: "Unpack[RestoreOptions]"
+        self,
+        like: Any = None,
+        *,
+        step: int | None = None,
+        best: str | None = None,
+        fallback: bool = True,
+        **options: "Unpack[RestoreOptions]",
     ) -> Any:
         """Restores a step, by default the latest; `options` are those of `treering.restore`.
+
+        best: restores the valid step with the highest metric of this name or, with ``"loss:min"``, the lowest.
 
         If the latest step is damaged, logs that, and with `fallback` tries the step before it, and so on. Saving the
         damaged step again replaces it. Raises `NotFoundError` if there is no step, `CorruptError` if all are damaged.
 
-        After restoring an earlier step with `step=`, the next save archives the later steps, as `rewind` does. Until
-        then nothing changes. This job never deletes the step that it restored.
+        After restoring an earlier step with `step=` or `best=`, the next save archives the later steps, as `rewind`
+        does. Until then nothing changes. This job never deletes the step that it restored.
         """
-        _options.check(options, "restore()", ("like", "step", "fallback"))
-        what = f"restore({'' if step is None else f'step={step}'})"
+        _options.check(options, "restore()", ("like", "step", "best", "fallback"))
+        if step is not None and best is not None:
+            raise MismatchError(f"best={best!r}: expected step= or best=, found both")
+        what = f"restore({f'best={best!r}' if best is not None else '' if step is None else f'step={step}'})"
         refuse_reentry(what, self)
-        tree = resume.restore(what, self._collective, self._directory, like, step, fallback, options)
+        tree = resume.restore(what, self._collective, self._directory, like, step, best, fallback, options)
         self._saver.has_looked = True
         self._last_state.forget()
         return tree

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from .. import stores
 from .._core import expansion
+from .._core.entries import metric_and_mode
 from .._processes import consistency
 from .._processes.calls import Call
 from .._restore.checkpoint import Checkpoint
 from .._restore.policy import Policy
 from .._save.pending import wait_for_saves_in
-from ..errors import TreeringError
+from ..errors import NotFoundError, TreeringError
 from ..formats.treering import summary
 from ..stores.nfs import refresh_dir_cache
 from ..stores.read_errors import reading
@@ -99,6 +100,7 @@ def restore(
     directory: RunDirectory,
     like: Any,
     step: int | None,
+    best: str | None,
     fallback: bool,
     options: Mapping[str, Any],
 ) -> Any:
@@ -107,10 +109,10 @@ def restore(
     Returns the tree. See `Checkpointer.restore`.
     """
     number, tree = use_step(
-        what, collective, directory, step, fallback, lambda ckpt, call: ckpt._restore(like, call, **options)
+        what, collective, directory, step, fallback, lambda ckpt, call: ckpt._restore(like, call, **options), best=best
     )
     directory.restored_step = number
-    directory.back_to = None if step is None else number
+    directory.back_to = None if step is None and best is None else number
     return tree
 
 
@@ -121,11 +123,15 @@ def use_step(
     step: int | None,
     fallback: bool,
     use: Callable[[Checkpoint, Call], T],
+    *,
+    best: str | None = None,
 ) -> tuple[int, T]:
     """Waits for every save, opens a step, by default the latest, and returns its number and the result of `use`.
 
-    All processes make the call and use the same step. With `fallback` and without a step, a damaged step is logged, and
-    the one before it is used.
+    best: opens the best step by a metric, as `treering.open` does.
+
+    All processes make the call and use the same step. With `fallback` and neither a step nor `best`, a damaged step is
+    logged, and the one before it is used.
     """
     wait_for_saves_in(directory.steps.root)
     with collective.call(what) as call:
@@ -135,7 +141,7 @@ def use_step(
         if uploads:
             uploads.begin_restore(call)
         try:
-            number, result = _use_valid(call, directory, step, fallback, use)
+            number, result = _use_valid(call, directory, step, best, fallback, use)
         finally:
             if uploads:
                 uploads.end_restore()
@@ -147,16 +153,20 @@ def _use_valid(
     call: Call,
     directory: RunDirectory,
     step: int | None,
+    best: str | None,
     fallback: bool,
     use: Callable[[Checkpoint, Call], T],
 ) -> tuple[int, T]:
 
+    def own_copies() -> Iterable[StepCopy]:
+        return directory.readable_copies(step if best is None else _best_step(directory, best))
+
     def list_copies() -> list[tuple[int, str, str | None]]:
-        return [(place.step, place.path, place.format) for place in directory.readable_copies(step)]
+        return [(place.step, place.path, place.format) for place in own_copies()]
 
     def find_copies() -> Iterable[StepCopy]:
         if call.count == 1:
-            return directory.readable_copies(step)
+            return own_copies()
         found = [directory.copy_at(*one) for one in call.broadcast(list_copies)]
         # A network file system may show another host's new step late: refresh its cache.
         if found and call.index and summary.stat_manifest(found[0].store, found[0].path) is None:
@@ -167,8 +177,20 @@ def _use_valid(
         directory.root,
         find_copies,
         lambda ckpt: (ckpt._source.identity, use(ckpt, call)),
-        fallback=fallback and step is None,
+        fallback=fallback and step is None and best is None,
         on_damaged=directory.mark_damaged,
         on_all_processes=functools.partial(consistency.attempt_on_all_processes, call),
     )
     return number, result
+
+
+def _best_step(directory: RunDirectory, best: str) -> int:
+    """Returns the best valid step. Raises `MismatchError` for a metric that no step has."""
+    from . import metrics  # It imports NumPy, which a run without metrics does not need.
+
+    metric, mode = metric_and_mode(best)
+    found = metrics.best(directory.valid_steps(foreign=True), metric, mode)
+    if found is None:
+        raise NotFoundError(f"{directory.root}: expected a step with the metric {metric!r}, found no metrics")
+    _log.info("%s: step %d has the best %s", directory.root, found, metric)
+    return found

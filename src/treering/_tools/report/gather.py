@@ -4,7 +4,7 @@ import base64
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ... import stores
@@ -25,6 +25,7 @@ from ...errors import MismatchError, NotFoundError, TreeringError
 from ...stores.read_errors import raise_if_momentary
 from ..diff import ValueChange, diff
 from ..listing import Listing, Row, list_run
+from ..page_data import rounded, run_fields, step_fields
 from ..stats import Stats, has_stats, stats
 
 _log = logging.getLogger("treering")
@@ -34,7 +35,6 @@ _MAX_HISTOGRAMS = 32  # Each leaf has histograms of at most this many steps.
 _MAX_LEAVES = 2000  # At most this many leaves have statistics.
 _MAX_CHANGES = 2000  # The comparison lists at most this many leaves.
 _SMALLEST = 1e-4  # A leaf or subtree with a smaller share of all bytes has no rectangle of its own.
-_DIGITS = 5
 _NUMBERS = ("norm", "mean", "std", "low", "high")
 _COUNTS = ("nan", "inf", "zeros")
 
@@ -77,7 +77,7 @@ def gather(
         "path": safe(listing.path),
         "finished": listing.finished,
         "setAside": [safe(os.path.basename(one)) for one in listing.archived],
-        "steps": [_step(row, listing) for row in listing.rows],
+        "steps": [step_fields(row, listing) for row in listing.rows],
         "tree": _tree(latest) if latest else None,
         "treeStep": good[-1].step,
         "read": [row.step for row in chosen],
@@ -85,6 +85,31 @@ def gather(
         "diff": _difference(pair, notes) if pair and all(_opened(row, notes, max_expansion) for row in pair) else None,
         "notes": [safe(note.split("\n")[0]) for note in dict.fromkeys(notes)],
     }
+
+
+def gather_runs(paths: Sequence[str], *, prefix: str | None = None) -> dict[str, Any]:
+    """Lists several runs and returns the data of their report. It reads no arrays.
+
+    The report and the log name the runs that cannot be listed; `leftOut` is their number. Raises `NotFoundError` if
+    none can be listed.
+    """
+    places = [stores.absolute(path) for path in paths]
+    common = os.path.commonpath(places) if all(place.startswith("/") for place in places) else ""
+    notes: list[str] = []
+    runs: list[dict[str, Any]] = []
+    for place in places:
+        name = safe(os.path.relpath(place, common) if common else place)
+        try:
+            runs.append({"name": name, **run_fields(place, prefix)})
+        except (TreeringError, PermissionError) as error:
+            raise_if_momentary(error)
+            notes.append(f"{name} is left out: {error}")
+            _log.error("not in the report: %s", error)
+    if not runs:
+        raise NotFoundError(f"{safe(common) or paths[0]}: expected runs, found none that can be listed: {notes[0]}")
+    title = safe(os.path.basename(common)) or count(len(runs), "run")
+    found = {"run": title, "path": safe(common), "runs": runs, "leftOut": len(places) - len(runs), "read": []}
+    return {**found, "notes": [safe(note.split("\n")[0]) for note in notes]}
 
 
 def _pair(listing: Listing, good: list[Row], compare: Sequence[int], *, read: bool) -> tuple[Row, Row] | None:
@@ -127,34 +152,6 @@ def _opened(row: Row, notes: list[str], most: float = math.inf) -> Checkpoint | 
 def _note(notes: list[str], text: str) -> None:
     _log.warning("%s", text)
     notes.append(text)
-
-
-def _step(row: Row, listing: Listing) -> dict[str, Any]:
-    about = {
-        "step": row.step,
-        "state": row.state,
-        "format": row.format,
-        "created": row.created,
-        "nbytes": row.nbytes,
-        "metrics": _shown(row.metrics),
-    }
-    marks = {"pinned": row.pinned, "link": row.link, "latest": row.step == listing.latest}
-    return {**about, "marks": [name for name, is_so in marks.items() if is_so]}
-
-
-def _shown(metrics: Mapping[str, float]) -> dict[str, float | str | None]:
-    """Returns metrics by printable names. Two names that would look alike stay distinct."""
-    found: dict[str, float | str | None] = {}
-    for name, value in metrics.items():
-        found[safe(name) if safe(name) not in found else repr(name)] = _number(value)
-    return found
-
-
-def _number(value: float | None) -> float | str | None:
-    """Rounds a number to the digits that a chart needs. A number that JSON lacks becomes a text."""
-    if value is None or isinstance(value, int):
-        return value
-    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else str(value)
 
 
 def _tree(ckpt: Checkpoint) -> dict[str, Any]:
@@ -236,7 +233,7 @@ def _fill(row: dict[str, Any], n: int, array: LazyArray, histogram: bool) -> Non
     row |= {"what": safe(describe_entry(array.entry)), "nbytes": array.nbytes, "size": found.size}
     row["there"][n] = 1
     for name in _NUMBERS:
-        row[name][n] = _number(getattr(found, name))
+        row[name][n] = rounded(getattr(found, name))
     for name in _COUNTS:
         row[name][n] = getattr(found, name)
     if found.histogram:
@@ -291,4 +288,4 @@ def _change(path: str, what: str, change: ValueChange | None) -> dict[str, Any]:
         return about
     numbers = {"largest": change.largest, "relative": change.relative, "cosine": change.cosine}
     share = change.differing / max(change.size, 1)
-    return {**about, "share": _number(share), **{name: _number(value) for name, value in numbers.items()}}
+    return {**about, "share": rounded(share), **{name: rounded(value) for name, value in numbers.items()}}

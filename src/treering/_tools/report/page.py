@@ -80,6 +80,8 @@ def page(report: Mapping[str, Any]) -> str:
 
 def _table(report: Mapping[str, Any]) -> str:
     """Returns the steps as a table, for browsers that run no scripts."""
-    rows = [(row["step"], row["state"], row["nbytes"], row["metrics"]) for row in report["steps"]]
+    runs = report.get("runs") or [{"name": report["run"], **report}]
+    fields = ("step", "state", "nbytes", "metrics")
+    rows = [(run["name"], *(row[one] for one in fields)) for run in runs for row in run["steps"]]
     cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"

@@ -1,6 +1,6 @@
-"""Serves the viewer, a page that reads checkpoints in the browser, and the files of one path on loopback."""
+"""Serves the viewer, a page that shows checkpoints in the browser, and what it shows of one path on loopback."""
 
-from .files import ServedFiles
+from .served import Served
 from .server import ViewServer
 
-__all__ = ["ServedFiles", "ViewServer"]
+__all__ = ["Served", "ViewServer"]

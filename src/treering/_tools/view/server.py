@@ -1,24 +1,22 @@
-"""A server on loopback for the viewer: its page, the list of the files, and parts of them."""
+"""A server on loopback for the viewer: its page, and the answers of `Served` to it."""
 
 import http.server
 import importlib.resources
 import json
 import logging
-import re
 import secrets
 import sys
 import urllib.parse
 from http import HTTPStatus
 from typing import Any
 
+from ..._printable import safe
 from ..._version import __version__
-from ...errors import ExistsError, TreeringError
-from .files import ServedFiles
+from ...errors import ExistsError, NotFoundError, TreeringError
+from .served import Served
 
 _log = logging.getLogger("treering")
 _HOSTS = ("127.0.0.1", "localhost")
-_RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{0,19})")
-_PART_BYTES = 8 << 20  # a file is read and sent in parts of this size
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",  # the page has the rest, where this rule has no effect
@@ -29,7 +27,7 @@ _HEADERS = {
 
 
 class ViewServer(http.server.ThreadingHTTPServer):
-    """Serves the page and some files to programs of this machine that know the random token in the URL.
+    """Serves the page and what it shows to programs of this machine that know the random token in the URL.
 
     port: 0 chooses a free one. Raises `ExistsError` if the port is taken.
     """
@@ -38,20 +36,20 @@ class ViewServer(http.server.ThreadingHTTPServer):
     # Another user's process must not get the port while this one runs.
     allow_reuse_port = False
 
-    def __init__(self, files: ServedFiles, port: int) -> None:
+    def __init__(self, served: Served, port: int) -> None:
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise ExistsError(
                 f"127.0.0.1:{port}: expected a port that is free, found {error.strerror or error}; choose another port"
             ) from None
-        self.files = files
+        self.served = served
         self.token = secrets.token_urlsafe(16)
         self.page = (importlib.resources.files(__package__ or __name__) / "viewer.html").read_bytes()
 
     @property
     def url(self) -> str:
-        """The address that shows the files."""
+        """The address that shows the path."""
         return f"http://127.0.0.1:{self.server_port}/{self.token}/#served"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -66,60 +64,55 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server_version = f"Treering/{__version__}"
     sys_version = ""
     timeout = 60  # seconds that an idle connection keeps its thread
+    disable_nagle_algorithm = True  # The body would wait 40 ms for the browser to acknowledge the headers.
 
     def do_GET(self) -> None:
         # A page of another site can make its own name lead to 127.0.0.1. The browser still sends that name.
         if self.headers.get("Host", "").partition(":")[0] not in _HOSTS:
             return self._answer(HTTPStatus.FORBIDDEN, b"expected the host 127.0.0.1 or localhost\n")
-        token, _, rest = self.path.partition("?")[0].lstrip("/").partition("/")
+        path, _, query = self.path.partition("?")
+        token, _, rest = path.lstrip("/").partition("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
             return self._answer(HTTPStatus.NOT_FOUND, b"expected the URL that `treering view` has printed\n")
         if rest == "":
             return self._answer(HTTPStatus.OK, self.server.page, {"Content-Type": "text/html; charset=utf-8"})
         try:
-            if rest == "files.json":
-                listed = {"path": self.server.files.path, "files": self.server.files.names()}
-                return self._answer(HTTPStatus.OK, json.dumps(listed).encode(), {"Content-Type": "application/json"})
-            return self._answer_file(urllib.parse.unquote(rest.removeprefix("data/")) if "data/" in rest[:5] else "")
+            fields = dict(urllib.parse.parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+            return self._answer(HTTPStatus.OK, *self._found(rest, fields))
+        except (NotFoundError, KeyError, ValueError) as error:
+            return self._answer(HTTPStatus.NOT_FOUND, _text(error))
         except (TreeringError, OSError) as error:
-            return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode())
+            return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, _text(error))
 
-    def _answer_file(self, name: str) -> None:
-        found = self.server.files.find(name)
-        if found is None:
-            return self._answer(HTTPStatus.NOT_FOUND, b"expected a file that the viewer shows\n")
-        size = found.nbytes
-        asked = _RANGE.fullmatch(self.headers.get("Range", ""))
-        if asked is None:
-            return self._send_file(HTTPStatus.OK, name, 0, size, {})
-        first, end = int(asked[1]), min(size, int(asked[2]) + 1 if asked[2] else size)
-        if first >= end:
-            return self._answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, b"", {"Content-Range": f"bytes */{size}"})
-        described = {"Content-Range": f"bytes {first}-{end - 1}/{size}"}
-        return self._send_file(HTTPStatus.PARTIAL_CONTENT, name, first, end, described)
-
-    def _send_file(self, status: HTTPStatus, name: str, first: int, end: int, headers: dict[str, str]) -> None:
-        part = self.server.files.read(name, first, min(_PART_BYTES, end - first))
-        self._send_headers(status, {"Content-Length": str(end - first), **headers})
-        try:
-            while True:
-                self.wfile.write(part)
-                first += len(part)
-                if first >= end:
-                    return
-                part = self.server.files.read(name, first, min(_PART_BYTES, end - first))
-        except (TreeringError, OSError):
-            self.close_connection = True  # The answer has begun, so only its end can tell the page.
+    def _found(self, name: str, fields: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+        """Returns the body of an answer and its headers. Raises `ValueError` for what the page never asks."""
+        served, run, step = self.server.served, fields.get("run", ""), fields.get("step", "")
+        if name == "about.json":
+            return _json(served.about(run))
+        if name == "contents.json":
+            return _json(served.contents(run, step))
+        if name == "values":
+            axes = (axis.split("-", 1) for axis in fields["box"].split(",") if axis) if "box" in fields else None
+            box = None if axes is None else [(int(begin), int(end)) for begin, end in axes]
+            return served.values(run, step, fields["leaf"], box), {}
+        raise ValueError(f"expected about.json, contents.json or values, found {safe(name)}")
 
     def _answer(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self._send_headers(status, {"Content-Length": str(len(body)), **(headers or {})})
-        self.wfile.write(body)
-
-    def _send_headers(self, status: HTTPStatus, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": "application/octet-stream", **_HEADERS, **headers}.items():
+        own = {"Content-Type": "application/octet-stream", "Content-Length": str(len(body))}
+        for name, value in {**own, **_HEADERS, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Prints nothing."""
+
+
+def _json(value: object) -> tuple[bytes, dict[str, str]]:
+    return json.dumps(value, allow_nan=False).encode(), {"Content-Type": "application/json"}
+
+
+def _text(error: Exception) -> bytes:
+    text = error.args[0] if isinstance(error, KeyError) else error  # The text of a KeyError is in quotes.
+    return safe(text).encode()
