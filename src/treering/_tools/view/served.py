@@ -15,7 +15,7 @@ from ..._core.describe import describe_leaf
 from ..._core.entries import ArrayEntry, Entry, StatesEntry
 from ..._core.lazy import LazyArray
 from ..._core.quantized import member_roles
-from ..._core.subtree import source_name
+from ..._core.source import source_name
 from ..._core.units import sharding
 from ..._printable import safe
 from ..._restore.checkpoint import Checkpoint
