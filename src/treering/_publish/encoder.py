@@ -133,7 +133,7 @@ class Encoder:
 
 
 class _Save:
-    """One save of an `Encoder`. See `_save.shared_files.Deltas`.
+    """One save of an `Encoder`. See `_save.source.Deltas`.
 
     objects: the JAX arrays of the tree. same: those that were published before.
     """

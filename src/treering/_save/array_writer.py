@@ -11,13 +11,13 @@ from .._processes.assignment import Piece
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.staged_supply import Bytes, StagedSupply
 from .._threads.pool import ThreadPool
-from ..formats.treering import manifest
+from ..formats.treering import ledger, manifest
+from ..formats.treering.ledger import WrittenFile
 from ..formats.treering.manifest import BLOCK
 from ..formats.treering.manifest_fields import File
 from ..stores.buffers import aligned, round_up
 from . import layout
 from .layout import PlannedFile
-from .shared_files import SharedFile, is_damaged
 
 CHUNK_BYTES = 4 * BLOCK  # bytes that one thread copies, hashes and writes at a time
 _SMALL_PIECE_BYTES = 64 << 10  # on average; the bookkeeping of smaller pieces takes longer than copying their bytes
@@ -116,7 +116,7 @@ def _fill(
 
 
 def has_same_bytes(
-    shared: SharedFile, file: PlannedFile, pieces: Sequence[Piece], staging: ShardSupply, pool: ThreadPool
+    shared: WrittenFile, file: PlannedFile, pieces: Sequence[Piece], staging: ShardSupply, pool: ThreadPool
 ) -> bool:
     """Returns True if all blocks of a planned file have the checksums of another file, and that is not damaged.
 
@@ -128,7 +128,7 @@ def has_same_bytes(
     """
     if not isinstance(staging, StagedSupply):
         return False
-    checksums = shared.saved.checksums
+    checksums = shared.checksums
     own = pieces[file.first : file.first + len(file.begins)]
     blocks = iter(range(file.blocks))
     turn = threading.Lock()
@@ -144,7 +144,7 @@ def has_same_bytes(
                 differs.set()
 
     pool.run(work, stop=staging.fail)
-    if differs.is_set() or (not shared.saved.is_own and is_damaged(shared.held)):
+    if differs.is_set() or ledger.is_damaged(shared):
         return False
     staging.on_progress(file.nbytes)
     staging.release_bytes([piece.shard for piece in own], [piece.nbytes for piece in own])

@@ -11,9 +11,10 @@ from .._processes.assignment import Assignment, Piece
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.leaves import LocalShard
 from .._pytree.staged_supply import StagedSupply
+from ..formats.treering.ledger import WrittenFile
 from . import layout
 from .layout import PlannedFile
-from .shared_files import Reuse, SharedFile
+from .save_reuse import SaveReuse
 
 
 class FilePlan(NamedTuple):
@@ -28,7 +29,7 @@ class FilePlan(NamedTuple):
     is_reordered: True unless all pieces are written in the order of their numbers.
     """
 
-    shared: Sequence[SharedFile]
+    shared: Sequence[WrittenFile]
     files: Sequence[PlannedFile]
     to_write: Sequence[Piece]
     pieces: Sequence[Piece]
@@ -57,13 +58,13 @@ def plan_files(
     shares: Mapping[int, Assignment] | None,
     index: int,
     most: int | None,
-    reuse: Reuse | None,
+    reuse: SaveReuse | None,
     bases: Any,
 ) -> FilePlan:
     """Returns the plan for process `index`, whose files have at most `most` bytes.
 
     shares: the processes that write each array; None if this process writes all.
-    bases: see `Reuse.find_bases`.
+    bases: see `SaveReuse.find_bases`.
     """
     shards = staging.shards
     if shares is None:

@@ -48,8 +48,9 @@ from .._pytree.leaves import Catalogue
 from .._threads.pool import ThreadPool
 from .._threads.python_gc import gc_paused
 from ..errors import SaveError, TreeringError, UnsupportedError
-from ..formats.treering import host_files, manifest
+from ..formats.treering import host_files, ledger, manifest
 from ..formats.treering.commit import Transaction
+from ..formats.treering.ledger import WrittenFile
 from ..formats.treering.manifest_fields import Base, BoxesOfNodes, File, Layout, Manifest, Placement, delta_row
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
@@ -59,8 +60,9 @@ from .file_plan import FilePlan
 from .info import Info
 from .layout import PlannedFile
 from .room import Room, RoomMaker
+from .save_reuse import SaveReuse
 from .second_copies import OptionalSink, PlannedCopy
-from .shared_files import Deltas, Reuse, SharedFile, WrittenFile, share, with_answer
+from .source import Deltas
 
 _log = logging.getLogger("treering")
 _PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
@@ -83,7 +85,7 @@ class Job(NamedTuple):
     info: Info
     hosts: tuple[int, ...] | None = None
     room_maker: RoomMaker | None = None
-    reuse: Reuse | None = None
+    reuse: SaveReuse | None = None
     deltas: Deltas | None = None
     base: Base | None = None
 
@@ -142,15 +144,19 @@ class NativeSave:
             self._call.close()
             raise self._doubt or SaveError(outcome.problem)
         if reuse := self._job.reuse:
-            self._written = [
-                one if one.is_reused else with_answer(one, self._sinks[one.listed.name].stored) for one in self._written
-            ]
+            self._written = [self._with_answer(one) for one in self._written]
             reuse.committed(self._written)
         if deltas := self._job.deltas:
             deltas.committed(manifest.xxh3(self._manifest))
         shared_bytes = sum([one.shared_bytes for one in self._written])
         write_seconds = written_at - began - self._sync_seconds
         return Written(outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes)
+
+    def _with_answer(self, file: WrittenFile) -> WrittenFile:
+        """Returns a file with the answer of the store to it; see `Sink.stored`."""
+        if file.is_reused or (stored := self._sinks[file.listed.name].stored) is None:
+            return file
+        return file._replace(version=stored.version, shared_bytes=file.listed.size if stored.is_copy else 0)
 
     def begin(self) -> None:
         """Begins the save in process 0, joins it in its peers, and plans the files of this process."""
@@ -195,12 +201,12 @@ class NativeSave:
         plan, supply = self._plan, self._supply
         self._call.set_activity("writing")
         shared = zip(self._names, plan.shared, strict=False)
-        self._written = [share(self._files, name, one) for name, one in shared]
+        self._written = [ledger.share(self._files, name, one) for name, one in shared]
         if plan.shared:
             supply.on_progress(sum(one.listed.size - one.listed.header for one in self._written))
         for name, file in zip(self._names[len(plan.shared) :], plan.files, strict=True):
             same = self._same_file(file) if self._job.reuse else None
-            self._written.append(share(self._files, name, same) if same else self._write_file(name, file))
+            self._written.append(ledger.share(self._files, name, same) if same else self._write_file(name, file))
         for copy in self._copies:
             self._write_copy(copy)
         if self._call.index:  # Process 0 syncs the names in its folder with the commit.
@@ -208,7 +214,7 @@ class NativeSave:
             self._store.settle(self._job.path)
             self._sync_seconds += time.perf_counter() - begun
 
-    def _same_file(self, file: PlannedFile) -> SharedFile | None:
+    def _same_file(self, file: PlannedFile) -> WrittenFile | None:
         """Returns a file of an earlier step with the same bytes as a file to write, if there probably is one."""
         plan, reuse = self._plan, self._job.reuse
         if reuse is None or file.first + len(file.begins) > plan.likely:
@@ -216,7 +222,8 @@ class NativeSave:
         found = reuse.same_layout(file, plan.numbers_in(file))
         if found is None or array_writer.has_same_bytes(found, file, plan.to_write, self._supply, self._pool):
             return found
-        found.held.close()
+        if found.held:
+            found.held.close()
         return None
 
     def _write_file(self, name: str, file: PlannedFile) -> WrittenFile:
@@ -228,7 +235,8 @@ class NativeSave:
         begun = time.perf_counter()
         sink.finish(listed.size, read_only=True, same_as=same_as)
         self._sync_seconds += time.perf_counter() - begun
-        return WrittenFile(listed, plan.numbers_in(file), (*file.begins, file.nbytes), checksums)
+        begins = *file.begins, file.nbytes
+        return WrittenFile(self._job.path, listed, None, checksums, plan.numbers_in(file), begins)
 
     def _write_copy(self, copy: PlannedCopy) -> None:
         assert self._files

@@ -36,8 +36,8 @@ from .._pytree.staged_supply import StagedSupply
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, UnsupportedError
 from ..formats import JointFormat
-from .shared_files import Deltas, Reuse
-from .source import PlainTree, SavedTree, TreeView
+from .save_reuse import SaveReuse
+from .source import Deltas, PlainTree, SavedTree, TreeView
 from .target import NativeTarget, SaveTarget
 
 _MAX_PROCESSES_ON_A_HOST = 8  # all may ask for room at the same moment, before any of them has taken it
@@ -62,7 +62,7 @@ class NativePlan(NamedTuple):
     shares: Mapping[int, assignment.Assignment] | None
     supply: ShardSupply
     caller: ShardSupply
-    reuse: Reuse | None = None
+    reuse: SaveReuse | None = None
     deltas: Deltas | None = None
 
 
@@ -159,7 +159,7 @@ def _by_process_0(target: SaveTarget) -> SaveTarget:
     return target._replace(call=coordinator.begin_call("copy", processes="this"))
 
 
-def _staged(target: SaveTarget, skeleton: Skeleton, described: Described, reuse: Reuse | None = None) -> NativePlan:
+def _staged(target: SaveTarget, skeleton: Skeleton, described: Described, reuse: SaveReuse | None = None) -> NativePlan:
     """Assigns the arrays of a live tree to the processes. The supply stages this process's parts.
 
     The leaves that files of earlier steps probably have are staged last; see `StagedSupply`.

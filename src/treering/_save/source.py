@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -26,8 +26,9 @@ from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
 from .._threads.python_gc import gc_paused
 from ..errors import UnsupportedError
+from ..formats.treering.manifest_fields import Base
 from .info import Info
-from .shared_files import Deltas, Reuse
+from .save_reuse import SaveReuse
 from .target import SaveTarget
 
 if TYPE_CHECKING:
@@ -35,6 +36,21 @@ if TYPE_CHECKING:
 
 
 _OWN = "_pytree__state"  # NNX's name of the child of an object that is for NNX alone
+
+
+class Deltas(Protocol):
+    """What a save stores as differences to another checkpoint; see `_publish.encoder`."""
+
+    def encode(self, plan: Any) -> tuple[Any, Base | None]:
+        """Returns the `NativePlan` with differences for arrays, and the checkpoint that they refer to.
+
+        Called in the background thread, before anything is written.
+        """
+        ...
+
+    def committed(self, identity: str) -> None:
+        """Notes that the save is committed. `identity` is that of the checkpoint."""
+        ...
 
 
 class PlainTree(NamedTuple):
@@ -48,7 +64,7 @@ class PlainTree(NamedTuple):
     skeleton: Skeleton
     described: Described
     leaves: Sequence[Any] = ()
-    reuse: Reuse | None = None
+    reuse: SaveReuse | None = None
     deltas: Deltas | None = None
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import CorruptError, ExistsError, MismatchError, UnsupportedError
 from ..formats.treering import copy, metrics, pins, summary
-from ..formats.treering.copied_files import CopiedFiles
+from ..formats.treering.ledger import Ledger
 from ..formats.treering.read import Reader
 from ..stores.store import Store
 
@@ -85,10 +85,10 @@ class CheckpointCopy(NamedTuple):
             if pins.is_pinned(self.source_store, self.path):
                 pins.pin(self.target_store, self.target, True)
 
-    def make(self, moved: Callable[[int], None], *, absent: bool, copied: CopiedFiles) -> None:
+    def make(self, moved: Callable[[int], None], *, absent: bool, ledger: Ledger) -> None:
         """Copies the checkpoint, repairs its copy, or replaces another checkpoint.
 
-        absent: the target was missing. copied: the files of the checkpoints that were copied before.
+        absent: the target was missing. ledger: the files of the checkpoints that were copied before.
 
         Raises the errors of `formats.treering.copy` and `check_unpinned`, and `ExistsError` if another process wrote
         the target first.
@@ -109,7 +109,7 @@ class CheckpointCopy(NamedTuple):
             self.check_unpinned()
         copy.copy(
             self.source_store, self.path, self.target_store, self.target,
-            overwrite=replaced, on_progress=moved, copied=copied,
+            overwrite=replaced, on_progress=moved, ledger=ledger,
         )  # fmt: skip
 
     def measure(self, moved: Callable[[int], None]) -> None:

@@ -15,7 +15,7 @@ from .._run import run_layout as _run
 from .._run.step_fallback import detect_or_explain, retry_if_replaced
 from ..errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
-from ..formats.treering.copied_files import CopiedFiles
+from ..formats.treering.ledger import Ledger
 from ..stores.read_errors import ReplacedError
 from ..stores.store import Store
 from .check_targets import unfinished_steps
@@ -137,11 +137,11 @@ def copy_checkpoints(
     )
     with lock or contextlib.nullcontext():
         # The newest first: a job that needs the copy after an interrupt continues from the newest step.
-        copied = CopiedFiles(links=True)
+        ledger = Ledger(most=2)
         for one, is_same in reversed(same.items()):
             with done._noting_failures(one, single):
                 if not is_same:
-                    copy = functools.partial(one.make, absent=is_same is None, copied=copied)
+                    copy = functools.partial(one.make, absent=is_same is None, ledger=ledger)
                     make = one.measure if dry_run else copy
                     retry_if_replaced(functools.partial(make, done._add_bytes))
                 elif not dry_run:

@@ -12,7 +12,7 @@ import msgspec
 from ..._threads.forks import free_in_children
 from ..._threads.preload_decoders import preload_decoders
 from ...formats.treering import host_files, removal, summary
-from ...formats.treering.copied_files import CopiedFiles
+from ...formats.treering.ledger import Ledger
 from .. import run_layout
 from ..step_catalog import StepCatalog
 from .journal import Claim, Contents, Journal
@@ -50,13 +50,13 @@ preload_decoders(Report, Orders)
 class LocalTier:
     """The steps on one disk. One process of each host changes it; its threads take turns.
 
-    uploaded: the files that this process has uploaded.
+    uploads: the files of the last uploads of this process to a bucket.
     """
 
     def __init__(self, steps: StepCatalog, run: str):
         self.steps, self.store, self.root = steps, steps.store, steps.root
         self.journal = Journal(self.store, self.root, run)
-        self.uploaded = CopiedFiles()
+        self.uploads = Ledger(most=2)
         self._turn = free_in_children(threading.RLock())
 
     def report(self) -> Report:

@@ -381,7 +381,8 @@ class TieredRun(TierReads):
             overwrite = summary.stat_manifest(remote, to) is not None
             identity = copy.copy(
                 local, path, remote, to,
-                overwrite=overwrite, on_progress=on_progress, others=others, copied=self.tier.uploaded,
+                overwrite=overwrite, on_progress=on_progress, others=others,
+                ledger=self.tier.uploads if remote.sharing == "copies" else None,
             )  # fmt: skip
         except CorruptError:
             if others:  # No restore would find the damage: it would read the remote copy.
