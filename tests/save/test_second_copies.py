@@ -19,7 +19,7 @@ from treering.formats.treering.copy import damaged_files
 JOB = """
 import logging
 from treering._processes import coordinator
-from treering._save.info import encode_info
+from treering._save.target import encode_info
 from treering._save.job import start_save
 from treering._save.target import SaveOptions
 from treering.formats.treering import complete_copies, manifest

@@ -19,8 +19,8 @@ from .._processes.preemption import Preemption, Signals
 from .._restore import options as _options
 from .._restore.checkpoint import Checkpoint
 from .._restore.options import ReadOptions, RestoreOptions
-from .._save.info import encode_info
 from .._save.pending import PendingSave, SaveReport, wait_for_all_saves
+from .._save.target import encode_info
 from .._threads.reentry import non_reentrant, refuse_reentry
 from .._threads.thread import Thread, start_threads
 from ..errors import MismatchError, UnsupportedError

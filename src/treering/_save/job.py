@@ -24,12 +24,11 @@ from .._threads.reentry import non_reentrant
 from .._threads.thread import Thread
 from ..errors import SaveError
 from . import pending as _pending
-from .array_writer import CHUNK_BYTES
-from .info import Info
+from .array_files import CHUNK_BYTES
 from .pending import PendingSave, SaveReport
 from .plan import Plan, plan_save
 from .source import describe
-from .target import SaveOptions, SaveTarget, target_of
+from .target import Info, SaveOptions, SaveTarget, target_of
 from .write import write as write_plan
 
 _log = logging.getLogger("treering")

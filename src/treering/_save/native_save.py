@@ -55,14 +55,14 @@ from ..formats.treering.manifest_fields import Base, BoxesOfNodes, File, Layout,
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
-from . import array_writer, file_plan, layout, second_copies
-from .file_plan import FilePlan
-from .info import Info
+from . import array_files, layout, second_copies
+from .array_files import FilePlan
 from .layout import PlannedFile
 from .room import Room, RoomMaker
 from .save_reuse import SaveReuse
 from .second_copies import OptionalSink, PlannedCopy
 from .source import Deltas
+from .target import Info
 
 _log = logging.getLogger("treering")
 _PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
@@ -162,7 +162,8 @@ class NativeSave:
         """Begins the save in process 0, joins it in its peers, and plans the files of this process."""
         store, job, call = self._store, self._job, self._call
         call.set_activity("planning")
-        token, made, bases = call.broadcast(lambda: self._room.decide(self._make_transaction))
+        token, made, bases = call.broadcast(self._make_transaction)
+        self._room.decides = False
         retry = self._room.retry
         if self._files is None and job.hosts:
             self._files = SaveFiles.join_per_host(store, job.path, token, retry)
@@ -185,7 +186,7 @@ class NativeSave:
         if shares and most:
             shares = assignment.cut_assignments(entries, shares, most)
             self._job = job._replace(shares=shares)
-        plan = file_plan.plan_files(entries, supply, shares, call.index, most, job.reuse, bases)
+        plan = array_files.plan_files(entries, supply, shares, call.index, most, job.reuse, bases)
         if shares is not None:
             self._copies = second_copies.plan(entries, supply.shards, shares, call.index, call.count, token)
         if shares is not None or plan.is_reordered or (job.reuse and job.reuse.deferred):
@@ -220,7 +221,7 @@ class NativeSave:
         if reuse is None or file.first + len(file.begins) > plan.likely:
             return None
         found = reuse.same_layout(file, plan.numbers_in(file))
-        if found is None or array_writer.has_same_bytes(found, file, plan.to_write, self._supply, self._pool):
+        if found is None or array_files.has_same_bytes(found, file, plan.to_write, self._supply, self._pool):
             return found
         if found.held:
             found.held.close()
@@ -230,7 +231,7 @@ class NativeSave:
         assert self._files
         plan, reuse = self._plan, self._job.reuse
         sink = self._sinks[name] = self._files.create(name)
-        listed, checksums = array_writer.fill_file(sink, name, file, plan.to_write, self._supply, self._pool)
+        listed, checksums = array_files.fill_file(sink, name, file, plan.to_write, self._supply, self._pool)
         same_as: FinishedFile | None = reuse.same_content(listed, checksums) if reuse else None
         begun = time.perf_counter()
         sink.finish(listed.size, read_only=True, same_as=same_as)
@@ -241,7 +242,7 @@ class NativeSave:
     def _write_copy(self, copy: PlannedCopy) -> None:
         assert self._files
         sink = OptionalSink(self._files, copy.name)
-        listed, _ = array_writer.fill_file(sink, copy.name, copy.file, copy.pieces, self._supply, self._pool)
+        listed, _ = array_files.fill_file(sink, copy.name, copy.file, copy.pieces, self._supply, self._pool)
         begun = time.perf_counter()
         sink.finish(listed.size)
         self._sync_seconds += time.perf_counter() - begun
@@ -331,7 +332,7 @@ def _manifest(
     def order(process: int) -> Iterable[tuple[int, Box]]:
         if everyone is None:
             return ((piece.leaf, piece.box) for piece in pieces)
-        return file_plan.in_order_of_files(assignment.piece_sizes(entries, everyone, process), runs[process])
+        return array_files.in_order_of_files(assignment.piece_sizes(entries, everyone, process), runs[process])
 
     with gc_paused():
         by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone

@@ -14,12 +14,11 @@ from .._threads.reentry import refuse_reentry
 from ..errors import MismatchError, NotFoundError
 from ..formats.treering import summary
 from ..rules import Rule
-from .info import Info, encode_info
 from .job import start_save
 from .pending import PendingSave, SaveReport
 from .save_reuse import Bases
 from .source import PlainTree, SavedTree, save_view
-from .target import FormatOptions, SaveOptions, SaveTarget, target_of
+from .target import FormatOptions, Info, SaveOptions, SaveTarget, encode_info, target_of
 from .unchanged import UnchangedArrays
 
 _log = logging.getLogger("treering")

@@ -21,10 +21,9 @@ from ..formats.treering.manifest_fields import File
 from ..stores.file_io import read_file
 from ..stores.store import FinishedFile, Store
 from . import layout
-from .info import Info
 from .layout import PlannedFile
 from .saved_arrays import LargeArray, SavedArray, SavedArrays, SavedPart
-from .target import SaveTarget
+from .target import Info, SaveTarget
 
 _log = logging.getLogger("treering")
 _MAX_SHARED_FILES = 64  # of a save; each takes two descriptors

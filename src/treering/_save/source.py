@@ -27,9 +27,8 @@ from .._restore.checkpoint import Checkpoint
 from .._threads.python_gc import gc_paused
 from ..errors import UnsupportedError
 from ..formats.treering.manifest_fields import Base
-from .info import Info
 from .save_reuse import SaveReuse
-from .target import SaveTarget
+from .target import Info, SaveTarget
 
 if TYPE_CHECKING:
     from ..rules import Rule
