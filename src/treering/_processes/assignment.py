@@ -171,17 +171,15 @@ def assign_unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int,
 
 
 def select_shards(
-    described: Described, shares: Mapping[int, Assignment] | None, index: int
+    described: Described, shares: Mapping[int, Assignment], index: int
 ) -> tuple[Sequence[LocalShard], list[Any]]:
     """Returns the shards that process `index` stages, in the order in which it writes them, and their arrays.
 
-    If `shares` is None, it stages all shards. Otherwise it stages the parts of global arrays that it writes, and all of
-    the arrays that each process has its own copy of, because `check_consistent` compares these copies. The pieces
-    for second copies come last, as separate shards, so that the shards of its own files are freed first.
+    It stages the parts of global arrays that it writes, and all of the arrays that each process has its own copy of,
+    because `check_consistent` compares these copies. The pieces for second copies come last, as separate shards, so
+    that the shards of its own files are freed first.
     """
     catalogue, shards, data = described
-    if shares is None:
-        return shards, data
     own = _by_leaf(shards)
     chosen: dict[int, tuple[LocalShard, Any]] = {}
     for leaf, box, _ in piece_sizes(catalogue.entries, shares, index):

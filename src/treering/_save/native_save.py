@@ -24,14 +24,13 @@ outcome; a manifest for each process, because a reader would need all to see one
 without a temporary manifest, because a leftover then looks like a file of a running save.
 """
 
-import contextlib
 import datetime
 import functools
 import itertools
 import logging
 import posixpath
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -277,9 +276,11 @@ class NativeSave:
         copies = [[msgspec.convert(one, File) for one in report] for _, report, _ in reports]
         runs = [runs for _, _, runs in reports]
         self._manifest = data = _manifest(job, self._plan.pieces, self._spread, listed, firsts, runs)
-        others = [] if job.hosts else listed[1:]
+        check: Callable[[], None] | None = None
+        if any(listed[1:]) and not job.hosts:
+            check = functools.partial(_check_visible, self._store, job.path, listed[1:], self._call.timeout)
         try:
-            files.commit(data, lambda: _check_visible(self._store, job.path, others, self._call.timeout))
+            files.commit(data, check)
         except SaveError as error:
             if not files.must_stay:
                 raise
@@ -335,7 +336,7 @@ def _manifest(
         return array_files.in_order_of_files(assignment.piece_sizes(entries, everyone, process), runs[process])
 
     with gc_paused():
-        by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone
+        by_leaf = everyone if everyone is not None else assignment.assign_unshared(spread, pieces) if spread else {}
         rows = layout.rows(job.catalogue, by_leaf, layout.FileIndex(firsts, order))
         placement = layout.placement(job.catalogue)
     leaves = rows.leaves
@@ -362,7 +363,7 @@ def _manifest(
             placement=placement,
             static=job.catalogue.static,
             iterators=rows.iterators,
-            boxes=_boxes(job),
+            boxes=_boxes(job) if job.catalogue.boxes else {},
             tree=list(job.tree),
             leaves=leaves,
         )
@@ -388,8 +389,6 @@ def _boxes(job: Job) -> Any:
     """Returns the record of the boxes of Flax. It is fast if the tree is the last one."""
     global _last_boxes
     boxes = job.catalogue.boxes
-    if not boxes:
-        return {}
     if _last_boxes[0] is not job.tree or _last_boxes[1] is not boxes:
         _last_boxes = job.tree, boxes, BoxesOfNodes.of(job.tree, boxes)
     return _last_boxes[2]
@@ -428,7 +427,7 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], ti
         found[file.name] = there and there.nbytes
         return found[file.name] == file.size
 
-    with store.glance(path) if any(listed) else contextlib.nullcontext():
+    with store.glance(path):
         missing = [(process, file) for process, files in enumerate(listed, 1) for file in files if not is_there(file)]
     for process, file in missing:
         if not wait_until(functools.partial(is_there, file), lambda: refresh_dir_cache(store, path), timeout):

@@ -188,7 +188,8 @@ class PendingSave:
         Raises `SaveError` (or `ExistsError`) if the save failed. Raises `TimeoutError` if the save is not over yet; it
         then continues.
         """
-        if not self._wait(timeout):
+        self._finished.wait(timeout)
+        if not self.done():
             raise TimeoutError(f"{self.path}: the save is not over after {timeout} seconds; it continues")
         if self._error:
             self._mark_reported()
@@ -241,7 +242,8 @@ class PendingSave:
         try:
             with pool, devices.allow_transfers():
                 self._supply.writers_needed.wait()
-                self._wait_for_previous(previous)
+                if previous is not None and not previous.is_set():
+                    self._wait_for_previous(previous)
                 self._supply.check()
                 write(pool)
         except BaseException as error:
@@ -263,10 +265,8 @@ class PendingSave:
             self._all_finished.set()
             self._finished.set()
 
-    def _wait_for_previous(self, previous: Latch | None) -> None:
+    def _wait_for_previous(self, previous: Latch) -> None:
         """Waits until the previous save is over or this one has failed."""
-        if previous is None or previous.is_set():
-            return
         since = time.perf_counter()
         while not self._supply.failed and not previous.wait(0.1):
             pass

@@ -115,7 +115,7 @@ def plan_save(target: SaveTarget, tree: SavedTree) -> Plan:
     the format cannot store something, or if each host has its own disk and the processes cannot write their parts
     separately.
     """
-    if tree.described:
+    if tree.described and target.options.memory_limit is None:
         target = _with_memory_limit(target, tree.described)
     if isinstance(tree, PlainTree):
         return _staged(target, tree.skeleton, tree.described, tree.reuse)._replace(deltas=tree.deltas)
@@ -169,7 +169,10 @@ def _staged(target: SaveTarget, skeleton: Skeleton, described: Described, reuse:
     # In a store that limits the size of objects, `NativeSave` cuts pieces up, and the parts have no keepers.
     if shares and options.copies > 1 and options.hosts and not target.store.object_bytes:
         shares = keepers.with_keepers(catalogue, shares, options.hosts)
-    shards, data = assignment.select_shards(described, shares, call.index)
+    if shares is None:
+        shards, data = described.shards, described.data
+    else:
+        shards, data = assignment.select_shards(described, shares, call.index)
     count, deferred = 0, reuse.deferred if reuse else ()
     if deferred:
         order = sorted(range(len(shards)), key=lambda n: shards[n].leaf in deferred)
@@ -196,7 +199,7 @@ def _read_while_written(
     alone = call.count == 1
     described = _describe_view(view, live, slice_bytes if alone else None, target.store.object_bytes if alone else None)
     shares = None if alone else assignment.assign(described.catalogue, call.count)
-    shards, _ = assignment.select_shards(described, shares, call.index)
+    shards = described.shards if shares is None else assignment.select_shards(described, shares, call.index)[0]
     # Reading ahead hides the delay of requests over a network. A file that can be mapped is on a local disk.
     prefetch_groups = _PREFETCH_SLICES if is_unchanged and not view.can_mmap(None) else 0
     block_caller = live is not None and staging is None
@@ -336,9 +339,7 @@ def _slices_of(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
 
 
 def _with_memory_limit(target: SaveTarget, described: Described) -> SaveTarget:
-    """Adds a memory limit if the caller has set none and the copies would take too much of the host's memory."""
-    if target.options.memory_limit is not None:
-        return target
+    """Adds a memory limit if the copies would take too much of the host's memory."""
     copies = sum([shard.nbytes for shard in described.shards if shard.needs_copy])
     if coordinator.is_multi_process():
         target = target._replace(memory_ok=host_memory.host_memory_check(copies))

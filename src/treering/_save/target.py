@@ -214,7 +214,7 @@ class NativeTarget(SaveTarget):
 
     def check_at_once(self) -> None:
         if self.call.count == 1 and self.store.has_folders:
-            self.check_path_free()
+            check_free(self.store, self.path, overwrite=self.options.overwrite)
 
     def check_path_free(self) -> None:
         check_free(self.store, self.path, overwrite=self.options.overwrite)

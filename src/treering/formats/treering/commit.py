@@ -89,7 +89,7 @@ class Transaction(SaveFiles):
             self.abort()
             raise
 
-    def commit(self, manifest: bytes, check: Callable[[], None] = lambda: None) -> None:
+    def commit(self, manifest: bytes, check: Callable[[], None] | None = None) -> None:
         """Puts the manifest in place, unless `check` raises just before. Then removes what it replaced.
 
         Raises `ExistsError` if another save committed first, and `SaveError` if the commit is in doubt, is not durable,
@@ -102,7 +102,8 @@ class Transaction(SaveFiles):
             if not sink.is_at(path):
                 why = LOCK_ADVICE if self.store.has_locks else "this job may have stood still for too long; save again"
                 raise SaveError(f"{path}: removed by another program while the save was under way; {why}")
-        check()
+        if check:
+            check()
         old = self.store.stat(self._manifest) if self._overwrite else None
         replaced = member_files(self.store, self.path) if old else []
         self.outcome = None  # From here on, an interrupt may leave the manifest in place; `abort` finds out.

@@ -215,7 +215,7 @@ class _Copy(Transaction):
                 self.abort()
                 raise
 
-    def commit(self, manifest: bytes, check: Callable[[], None] = lambda: None) -> None:
+    def commit(self, manifest: bytes, check: Callable[[], None] | None = None) -> None:
         """Publishes the copy, as `Transaction.commit` does.
 
         If another job has taken the run and removed some of the arrays, the new manifest is removed too: it would name
