@@ -124,7 +124,6 @@ def test_only_stores_know_where_bytes_live() -> None:
         "open_file",
         "atomic",
         "preserved_files",
-        "directory_trees",
         "lease",
         "filesystem",
         "memory",

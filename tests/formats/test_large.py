@@ -14,7 +14,7 @@ from treering.errors import UnsupportedError
 from treering.formats._shared import strict_json
 from treering.formats.safetensors.header import Tensor, decode_header, encode_header, find_tensor
 from treering.formats.treering import manifest
-from treering.formats.treering.array_header import ArrayHeader
+from treering.formats.treering.array_file import ArrayHeader
 
 _ODD = [
     "-0", "{", "}", "[", "]", ",", ":", '"', "null", "true", "1.0", "1e999", "NaN", "-1", "\\u0041", "\\ud800",

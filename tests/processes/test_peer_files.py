@@ -26,8 +26,7 @@ from treering._processes.peer_server import PeerServer
 from treering._restore.checkpoint import Checkpoint
 from treering.errors import CorruptError, PeerError
 from treering.formats.treering.read import Reader
-from treering.stores.file_copies import Place
-from treering.stores.nearest_copy import HeldFile, NearestCopyStore
+from treering.stores.nearest_copy import HeldFile, NearestCopyStore, Place
 from treering.stores.read_errors import ReplacedError
 from treering.stores.served_file import ServedRoot
 

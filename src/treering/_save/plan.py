@@ -25,7 +25,7 @@ from .._core.boxes import Box, box_shape, full_box, slice_boxes
 from .._core.entries import ArrayEntry, StatesEntry
 from .._core.skeleton import Skeleton
 from .._core.views import View
-from .._processes import assignment, coordinator, keepers
+from .._processes import assignment, coordinator
 from .._processes.assignment import cells_of
 from .._processes.consistency import gather_from_equal_calls
 from .._processes.layouts import layout_of
@@ -36,6 +36,7 @@ from .._pytree.staged_supply import StagedSupply
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, UnsupportedError
 from ..formats import JointFormat
+from . import second_copies
 from .save_reuse import SaveReuse
 from .source import Deltas, PlainTree, SavedTree, TreeView
 from .target import NativeTarget, SaveTarget
@@ -168,7 +169,7 @@ def _staged(target: SaveTarget, skeleton: Skeleton, described: Described, reuse:
     shares = assignment.assign(catalogue, call.count) if call.count > 1 else None
     # In a store that limits the size of objects, `NativeSave` cuts pieces up, and the parts have no keepers.
     if shares and options.copies > 1 and options.hosts and not target.store.object_bytes:
-        shares = keepers.with_keepers(catalogue, shares, options.hosts)
+        shares = second_copies.with_keepers(catalogue, shares, options.hosts)
     if shares is None:
         shards, data = described.shards, described.data
     else:

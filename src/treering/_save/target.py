@@ -67,7 +67,7 @@ class SaveOptions(NamedTuple):
         0 then writes the manifest, and each process writes its own arrays on the disk of its host. None if all
         processes share one place.
     copies: the number of disks that have each array file, 1 or 2. Processes write second copies of what they hold in
-        memory. `complete_copies.missing_copies` finds the files that still lack one after the commit.
+        memory. `host_copies.missing_copies` finds the files that still lack one after the commit.
     room_maker: frees room if a disk is full.
     reuse: looks for arrays of a save that files of earlier steps have; see `UnchangedArrays`. None writes all.
     """

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from .._threads.forks import free_in_children
 from .._threads.pool import in_parallel
 from ..errors import CorruptError
+from .buffers import Range, claim_range
 from .posix import Disk
-from .ranges import Range, claim_range
 from .read_errors import ReplacedError, reading
 
 _DEFAULT_AWAKE = 256  # watched files that stay open, where the system says no limit

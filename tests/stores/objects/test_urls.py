@@ -496,7 +496,7 @@ def test_two_threads_that_read_one_leaf_share_no_memory(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ArrayFile, "memory", in_turns)
     # In the very threads that are begun here
-    monkeypatch.setattr("treering.formats.treering.object_reads._MAX_READS", 1)
+    monkeypatch.setattr("treering.formats.treering.piece_reads._MAX_READS", 1)
     first, second = threading.Thread(target=read_and_write), threading.Thread(target=read)
     for one in (first, second):
         one.start()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import CorruptError
-from ...stores import git_lfs
+from ...stores import file_io
 from ...stores.file_io import is_folder
 from ...stores.store import Store
 from ...stores.tensorstore_memory import decode_error
@@ -82,5 +82,5 @@ def errors(store: Store, path: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             # Below the file of a database, `path` is not a folder of the store.
             place = path if is_folder(store, path, links=True) else os.path.dirname(path)
-            git_lfs.check_all(store, place)
+            file_io.check_all_fetched(store, place)
         raise CorruptError(f"{path}: {text}") from None

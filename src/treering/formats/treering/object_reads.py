@@ -10,8 +10,7 @@ from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, intersect, slices
 from ..._core.entries import ArrayEntry
 from ..._threads.pool import in_parallel
-from ...stores.buffers import empty_aligned_array
-from ...stores.ranges import merge
+from ...stores.buffers import empty_aligned_array, merge
 from .manifest_fields import ArrayRow, File
 from .open_files import OpenFiles
 from .piece_locations import PieceLocations

@@ -22,18 +22,17 @@ from ..._core.skeleton import Skeleton
 from ..._core.source import EVERYTHING, Boxes, Problem, Share
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
+from ...stores.buffers import merge
 from ...stores.file_io import read_file
-from ...stores.ranges import merge
 from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Store
 from .._shared import strict_json
 from . import deltas, manifest, metrics, summary, validity
-from .contiguous_leaves import ContiguousLeaves
 from .manifest import BLOCK
 from .manifest_fields import ArrayRow, Base, BoxesOfNodes, Delta, File, as_utc
 from .object_reads import read_objects
 from .open_files import OpenFiles
-from .piece_locations import PieceLocations
+from .piece_locations import ContiguousLeaves, PieceLocations
 from .piece_reads import Memory, as_bools, assemble, ranges_by_file
 from .schema import MANIFEST
 

@@ -33,7 +33,7 @@ def check_removable(store: Store, path: str) -> None:
     Reads all of the manifest and the headers of the array files. Reads metrics last, because another process may add
     some at any time.
     """
-    from . import array_header  # It imports NumPy, which is slow and which listing and marking steps do not need.
+    from . import array_file  # It imports NumPy, which is slow and which listing and marking steps do not need.
 
     name = posixpath.join(path, MANIFEST)
     try:
@@ -43,7 +43,7 @@ def check_removable(store: Store, path: str) -> None:
     except (CorruptError, FileNotFoundError, NotADirectoryError):
         return
     manifest.check_known(found, name)
-    in_parallel(found.files, lambda file: array_header.check_version(store, posixpath.join(path, file.name), file))
+    in_parallel(found.files, lambda file: array_file.check_version(store, posixpath.join(path, file.name), file))
     with contextlib.suppress(UnreadableError):
         for _, late in metrics.read(store, path, manifest.xxh3(data)):
             if isinstance(late, UnsupportedError):
