@@ -1,4 +1,9 @@
-"""Metrics of steps: records them after a save, and ranks steps by them. A metric is a named real number."""
+"""Metrics of steps: records them after a save, and ranks steps by them. A metric is a named real number.
+
+`keep.best` can judge a step only once it has its metrics. So retention is applied again when they come late, or when a
+job resumes. Only a process with a `Checkpointer` of the run deletes steps: restoring alone deletes nothing, because
+another job may have restored a step that the policy does not keep.
+"""
 
 import logging
 import math

@@ -1,4 +1,7 @@
-"""Removes a step from its run. Retention, `prune`, `delete` and the adapter do it here, each with its own guards."""
+"""Removes a step from its run. Retention, `prune`, `delete` and the adapter do it here, each with its own guards.
+
+The changes that every process of a job makes together are here too: pins, deletions and rewinds.
+"""
 
 import itertools
 import posixpath

@@ -1,4 +1,8 @@
-"""Opens directories for a `with` block, and makes them durably together with their parents."""
+"""Opens, makes, walks, syncs and removes directories, while other users may replace any part of them by a link.
+
+A tree is walked from its open root: each directory is opened from its parent and never through a link, and its names
+are changed through the open directory.
+"""
 
 import contextlib
 import errno

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from ..errors import CorruptError, ExistsError, TreeringError, UnsafeError
 from .open_file import File
 from .posix import retry_stale
-from .read_errors import reading
+from .read_errors import raise_read_error
 from .store import Blob, Store
 
 # A pointer of git-lfs: a few lines of text that stand for a large file until git-lfs has fetched it
@@ -80,18 +80,23 @@ def read_file(store: Store, path: str, *, expected: int = 0) -> bytes:
 
     Raises `UnsafeError` for larger files, and `CorruptError` for unreadable files and pointers of git-lfs.
     """
-    with reading(path):
+    try:
         # Another host may also replace the file while it is open, so opening and reading are repeated together.
         return retry_stale(lambda: _read_file(store, path, expected))
+    except OSError as error:
+        raise_read_error(error, path)
 
 
 def _read_file(store: Store, path: str, expected: int) -> bytes:
-    with opened(store, path, expected=expected) as blob:
+    blob = store.open(path, expected=expected)
+    try:
         if blob.size > _MAX_FILE_BYTES or (blob.size > _MAX_SPARSE_BYTES and blob.has_holes):
             raise UnsafeError(f"{path}: {blob.size} bytes, too many to be read at once")
         data = blob.read_up_to(blob.size)
         check_fetched(path, data)
         return data
+    finally:
+        blob.close()
 
 
 def make_empty(store: Store, path: str) -> None:
@@ -189,8 +194,10 @@ def open_fetched(store: Store, path: str, expected: int = 0, into: memoryview | 
 
 def open_with_checksums(store: Store, path: str, expected: int = 0, into: memoryview | None = None) -> Blob:
     """Does the same for a caller that compares checksums, which show more than the time of the last write."""
-    with reading(path):
-        options: dict[str, Any] = {} if into is None else {"into": into}  # only object stores have this option
+    options: dict[str, Any] = {} if into is None else {"into": into}  # only object stores have this option
+    try:
         blob = store.open(path, expected=expected, **options)
         check_blob_fetched(blob)
+    except OSError as error:
+        raise_read_error(error, path)
     return blob

@@ -1,4 +1,4 @@
-"""Measures what a disk supports and how fast it is."""
+"""Measures what a disk supports and how fast it is, and tells what the files there survive."""
 
 import contextlib
 import dataclasses

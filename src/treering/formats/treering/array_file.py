@@ -1,4 +1,7 @@
-"""Open array files: reads their bytes into memory and verifies the blocks."""
+"""Open array files: their header, and reads that verify the blocks.
+
+The header says where the tensors are and gives the checksum of every block.
+"""
 
 import contextlib
 import logging

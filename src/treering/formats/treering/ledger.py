@@ -115,8 +115,8 @@ class Ledger:
 
     def keep_versions(self, versions: Collection[Hashable]) -> None:
         """Forgets all files except those with these versions."""
-        for path, files in self._files.items():
-            self._files[path] = [file for file in files if file.version in versions]
+        kept = {path: [file for file in files if file.version in versions] for path, files in self._files.items()}
+        self._files = {path: files for path, files in kept.items() if files}
 
     def versions(self) -> dict[tuple[int, int, str], set[Hashable]]:
         """Returns the versions of the known files by their contents."""

@@ -1,4 +1,7 @@
-"""Finds the bytes of an array: its pieces, and the parts of a wanted box that they hold."""
+"""Finds the bytes of an array: its pieces, and the parts of a wanted box that they hold.
+
+Leaves that are contiguous in one file are handled together, because there may be a hundred thousand.
+"""
 
 import functools
 import itertools
@@ -14,12 +17,13 @@ from ..._core.entries import ArrayEntry, Entry
 from . import manifest
 from .array_file import ArrayFile, ArrayHeader
 from .manifest import Manifest, piece_key
-from .manifest_fields import ArrayRow
+from .manifest_fields import ArrayRow, File
 from .open_files import OpenFiles
 from .piece_reads import Memory, PieceRead, join_contiguous, split_piece
 
-# Fewer arrays are as fast one by one. Then only the entries of these arrays are parsed from a large header.
+# Of a file with a large header, fewer arrays are as fast one by one: only their entries are parsed.
 _MIN_ARRAYS = 8
+_LARGE_HEADER_BYTES = 64 << 10
 
 _NO_DTYPES: Mapping[str, str] = {}
 
@@ -70,9 +74,16 @@ class ContiguousLeaves:
         self._begins = self._ends = np.zeros(0, np.int64)  # byte offsets in the buffer of the file
 
     @staticmethod
-    def group_by_file(wanted: Sequence[tuple[ArrayEntry, Box]]) -> "tuple[dict[int, ContiguousLeaves], Iterable[int]]":
-        """Returns the contiguous leaves among the wanted boxes by their files, and the numbers of all other boxes."""
-        if len(wanted) < _MIN_ARRAYS:
+    def group_by_file(
+        wanted: Sequence[tuple[ArrayEntry, Box]], files: Sequence[File]
+    ) -> "tuple[dict[int, ContiguousLeaves], Iterable[int]]":
+        """Returns the contiguous leaves among the wanted boxes by their files, and the numbers of all other boxes.
+
+        files: those of the checkpoint. The leaves of a file are handled one by one if that takes less time.
+        """
+        if len(wanted) < 2 or (
+            len(wanted) < _MIN_ARRAYS and any(file.header > _LARGE_HEADER_BYTES for file in files[:_MIN_ARRAYS])
+        ):
             return {}, range(len(wanted))
         found: dict[int, ContiguousLeaves] = {}
         rest: list[int] = []

@@ -315,7 +315,7 @@ class Reader:
         self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
     ) -> tuple[list[np.ndarray], dict[int, Memory]]:
         """Returns the boxes of the arrays, and the memory that they may be parts of, by file."""
-        leaves, others = ContiguousLeaves.group_by_file(wanted)
+        leaves, others = ContiguousLeaves.group_by_file(wanted, self.files)
         for number, own in leaves.items():
             own.locate(self._files.get(number).header, functools.partial(self._locations.begin, number))
         rest = [wanted[n] for n in others]

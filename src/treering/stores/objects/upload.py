@@ -1,4 +1,7 @@
-"""Uploads objects: small ones in one request, those of unknown length in parts."""
+"""Uploads objects: small ones in one request, those of unknown length in parts.
+
+Bytes that the server has already are copied there.
+"""
 
 import contextlib
 import logging
