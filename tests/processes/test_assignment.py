@@ -22,9 +22,9 @@ from treering._core import boxes as _sharding
 from treering._core import dtypes, skeleton
 from treering._core.boxes import Box, Cells, box_shape, full_box, slices
 from treering._core.entries import ArrayEntry, Entry, ValueEntry
+from treering._core.layouts import Layout, held_by
 from treering._processes import assignment, layouts
 from treering._processes.assignment import Assignment, Piece
-from treering._processes.layouts import Layout
 from treering._pytree.leaves import Catalogue, Described, LocalShard, write_order_key
 from treering._run.tiers import host_copies
 from treering._save import layout, second_copies
@@ -780,7 +780,7 @@ def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
     seconds: list[float] = []
     for traced in (True, False):
         layouts.layout_of.cache_clear()
-        layouts.held_by.cache_clear()
+        held_by.cache_clear()
         leaves = make()
         catalogue = catalogue_of(leaves, process)
         if traced:

@@ -19,8 +19,8 @@ import pytest
 import treering as tr
 from jobs import run_job
 from treering import stores
+from treering._core.calls import SINGLE_PROCESS
 from treering._processes import peer_server, peers
-from treering._processes.calls import SINGLE_PROCESS
 from treering._processes.peer_files import PeerFiles
 from treering._processes.peer_server import PeerServer
 from treering._restore.checkpoint import Checkpoint

@@ -17,8 +17,9 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import Box, Cells, box_shape, full_box, intersect, slice_boxes, slices
 from .._core.entries import ArrayEntry, StatesEntry
+from .._core.layouts import Layout, held_by, owner
 from .._pytree.leaves import Catalogue, Described, LocalShard, write_order_key
-from .layouts import Layout, held_by, layout_of, owner
+from .layouts import layout_of
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; no part of a cut piece has fewer, and arrays of smaller pieces go to few writers
 _MAX_LOOPED_PIECES = 16  # pieces of an array; up to this number a loop over them is faster than NumPy

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .._processes.calls import Call
+from .._core.calls import Call
 from .._processes.preemption import Preemption
 from .collective import CollectiveCalls
 from .metrics import LateMetrics

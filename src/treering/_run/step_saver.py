@@ -5,8 +5,8 @@ import functools
 import time
 from typing import Any
 
+from .._core.calls import Call
 from .._processes import coordinator
-from .._processes.calls import Call
 from .._processes.preemption import Preemption
 from .._save.job import start_save
 from .._save.pending import PendingSave, as_save_error

@@ -15,7 +15,7 @@ import logging
 import time
 from typing import Any, Protocol
 
-from .._processes.calls import Call
+from .._core.calls import Call
 from .._pytree import devices
 from .._rules.base import check_list
 from .._threads.pool import ThreadPool

@@ -36,12 +36,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .._core.boxes import Box, full_box
+from .._core.calls import Call, raise_error_of_process_0
 from .._core.entries import DeltaEntry
 from .._core.skeleton import Skeleton
 from .._core.source import Written
 from .._processes import assignment
 from .._processes.assignment import Assignment, Piece
-from .._processes.calls import Call, raise_error_of_process_0
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.leaves import Catalogue
 from .._threads.pool import ThreadPool

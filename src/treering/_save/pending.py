@@ -14,10 +14,10 @@ from typing import Any
 
 from .. import stores
 from .._core import html
+from .._core.calls import Call
 from .._core.source import Written
 from .._core.units import nbytes
 from .._processes import coordinator
-from .._processes.calls import Call
 from .._pytree import devices
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.staged_supply import StagedSupply

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from .._processes.calls import Call, error_watcher
+from .._core.calls import Call, error_watcher
 from ..errors import SaveError
 from ..stores.read_errors import is_full
 from ..stores.store import Store

@@ -22,9 +22,9 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import box_shape
 from .._core.entries import Entry
+from .._core.layouts import Holders
 from .._processes import assignment
 from .._processes.assignment import NO_KEEPER, Assignment, Piece, held_layout
-from .._processes.layouts import Holders
 from .._pytree.leaves import Catalogue, LocalShard
 from ..formats.treering.manifest_fields import File
 from ..formats.treering.removal import logging_errors

@@ -19,11 +19,11 @@ from jax import core
 
 from .. import formats, stores
 from .._core import dtypes
+from .._core.calls import Call
 from .._core.entries import step_number
 from .._core.json_floats import floats_to_text
 from .._core.source import INFO_FIELDS
 from .._core.views import View
-from .._processes.calls import Call
 from .._pytree.metrics import encode_metrics
 from .._version import __version__
 from ..errors import ExistsError, MismatchError, UnsupportedError

@@ -23,8 +23,8 @@ from ..stores.store import Stat, Store
 from ._shared import file_signatures
 
 if TYPE_CHECKING:
-    from .._processes.calls import Call
-    from .._processes.layouts import Layout
+    from .._core.calls import Call
+    from .._core.layouts import Layout
 
 _log = logging.getLogger("treering")
 

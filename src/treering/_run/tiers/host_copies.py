@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..._core.calls import Call, error_watcher
 from ..._processes import coordinator
-from ..._processes.calls import Call, error_watcher
 from ...errors import CorruptError, TreeringError
 from ...formats.treering import host_files, manifest, removal, summary
 from ...formats.treering.array_file import ArrayHeader

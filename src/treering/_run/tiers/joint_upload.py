@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from ... import stores
+from ..._core.calls import Call, error_watcher
 from ..._core.leaf_paths import join_names
-from ..._processes.calls import Call, error_watcher
 from ...errors import CorruptError, SaveError, TreeringError
 from ...formats.treering import host_files
 from ...formats.treering.copy import copy_files

@@ -6,8 +6,8 @@ import posixpath
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from ..._core.calls import Call
 from ..._core.entries import step_number
-from ..._processes.calls import Call
 from ...errors import CorruptError, ExistsError, SaveError
 from ...formats.treering import copy, metrics, pins, removal, summary
 from ...keep import Policy, Saved

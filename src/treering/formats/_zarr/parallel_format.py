@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..._core.calls import SINGLE_PROCESS, Call
 from ..._core.entries import ArrayEntry
 from ..._core.source import Source
-from ..._processes.calls import SINGLE_PROCESS, Call
 from ...stores.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..._processes.assignment import Layout
+    from ..._core.layouts import Layout
 
 
 class ZarrFolders:

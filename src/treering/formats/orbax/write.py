@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._core.boxes import full_box
+from ..._core.calls import Call
+from ..._core.layouts import Layout
 from ..._core.skeleton import Node
 from ..._core.source import COMPOSITE_V1, Source, item_names
-from ..._processes.calls import Call
-from ..._processes.layouts import Layout
 from ...errors import MismatchError, UnsupportedError
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
