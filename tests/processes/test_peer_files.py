@@ -428,8 +428,7 @@ import posixpath, shutil, threading
 from treering._processes import consistency, coordinator, peers
 from treering._restore.checkpoint import Checkpoint
 from treering.formats.treering.read import Reader
-from treering.stores.file_copies import Place
-from treering.stores.nearest_copy import HeldFile, NearestCopyStore
+from treering.stores.nearest_copy import HeldFile, NearestCopyStore, Place
 local, leader = tmp / HOSTS[INDEX], HOSTS.index(HOSTS[INDEX])
 rng = np.random.default_rng(3)
 tree = {"rows": rng.random((48, 50_000), np.float32), "columns": rng.integers(0, 9, (8, 24), np.int32),
