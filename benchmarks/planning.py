@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from treering._core.boxes import Box, box_shape
 from treering._core.entries import ArrayEntry, Entry
+from treering._core.layouts import Holders, Layout
 from treering._processes import assignment
 from treering._processes.assignment import Assignment
-from treering._processes.layouts import Holders, Layout
 from treering._pytree import walk
 from treering._pytree.leaves import Catalogue, Described, LocalShard
 from treering._pytree.walk import FlatTree

@@ -30,7 +30,7 @@ import s3
 import sampling
 from treering import stores
 from treering._save import pending
-from treering.stores import survival
+from treering.stores import probe
 from treering.stores.posix import Disk
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # who begins the tests in the background has it ignored
@@ -142,8 +142,8 @@ def the_usual_stores() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def local_tiers_are_on_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets only `/dev/shm` count as memory, even if the directory for temporary files is there too."""
-    real = survival.is_in_memory
-    monkeypatch.setattr(survival, "is_in_memory", lambda path: path.startswith("/dev/shm/") and real(path))
+    real = probe.is_in_memory
+    monkeypatch.setattr(probe, "is_in_memory", lambda path: path.startswith("/dev/shm/") and real(path))
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ class Lockstep:
 
 
 class LockstepCall:
-    """One call of one process; see `treering._processes.calls.Call`."""
+    """One call of one process; see `treering._core.calls.Call`."""
 
     name, timeout, in_doubt = "", 5.0, False
 

@@ -130,7 +130,7 @@ class ThreadJob:
 
 
 class ThreadCall:
-    """One call of one process; see `treering._processes.calls.Call`."""
+    """One call of one process; see `treering._core.calls.Call`."""
 
     timeout, in_doubt = 5.0, False
 

@@ -23,7 +23,7 @@ from treering._cli.main import cli
 from treering._core.outline import outline
 from treering._core.units import nbytes, number
 from treering._printable import safe
-from treering.stores import survival
+from treering.stores import probe
 from treering.stores.posix import Disk
 
 ESCAPE = "\x1b[31m"
@@ -371,7 +371,7 @@ def test_tiers_name_what_their_copies_survive(tmp_path: pathlib.Path, treering: 
     assert "tier" not in treering("ls", tmp_path / "alone").out
     assert treering("ls", tmp_path / "alone", "--json").json["survives"] is None
     for place, survives in {tmp_path: disk, "/dev/shm": "the process", "memory://bucket/there": "nothing"}.items():
-        if place != "/dev/shm" or survival.is_in_memory("/dev/shm/"):
+        if place != "/dev/shm" or probe.is_in_memory("/dev/shm/"):
             assert re.search(f"a tier here survives +{survives}$", treering("doctor", place, "--size", "1K").out, re.M)
 
 

@@ -438,6 +438,21 @@ def test_what_steps_share_is_copied_twice(tmp_path: pathlib.Path, treering: Any,
     assert np.array_equal(tr.restore(tmp_path / "copy", step=6)["frozen"], frozen)
 
 
+def test_a_step_that_is_left_behind_takes_no_turn(tmp_path: pathlib.Path, treering: Any) -> None:
+    """The steps before and after it are neighbors in the copy, so they share no file."""
+    frozen = jax.numpy.arange(1 << 18)
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in range(1, 9):
+            ckpts.save(step, {"frozen": frozen, "n": np.full(3, step)})
+    damaged = sorted((tmp_path / "run" / "step-00000007").glob("arrays-*"))[-1]
+    damaged.chmod(0o644)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    assert treering("cp", tmp_path / "run", tmp_path / "copy").code == 1
+    assert not (tmp_path / "copy" / "step-00000007").exists()
+    before, after = (_arrays(tmp_path / "copy" / f"step-{step:08}") for step in (6, 8))
+    assert not before.keys() & after.keys()
+
+
 def test_steps_are_chosen_by_numbers_and_ranges(tmp_path: pathlib.Path, treering: Any) -> None:
     run, copy = save_run(tmp_path / "run", 1, 100, 200, 250, 300, 400), tmp_path / "copy"
     for steps in ("", "3..1", "1,,2", "a", "1..", "-1", "1-2"):

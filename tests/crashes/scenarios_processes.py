@@ -9,10 +9,9 @@ from unittest import mock
 
 from treering._processes import assignment
 from treering._save import write
-from treering._save.info import encode_info
 from treering._save.job import prepare
 from treering._save.save import save
-from treering._save.target import SaveOptions, target_of
+from treering._save.target import SaveOptions, encode_info, target_of
 from treering._threads.pool import ThreadPool
 from treering.errors import TreeringError
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 from treering import stores
 from treering._run.open import open_checkpoint
-from treering._save import array_writer, layout
+from treering._save import array_files, layout
 from treering._save.save import save
 from treering.errors import NotFoundError, TreeringError
 from treering.formats.treering import manifest, metrics, removal, schema
@@ -167,11 +167,11 @@ def saving(before: str, after: str, **options: Any) -> Record:
 
 def _in_threads(path: Path, disk: RecordingDisk) -> None:
     """Several threads write a file of several chunks."""
-    chunk, array_writer.CHUNK_BYTES = array_writer.CHUNK_BYTES, manifest.BLOCK
+    chunk, array_files.CHUNK_BYTES = array_files.CHUNK_BYTES, manifest.BLOCK
     try:
         saving(NOTHING, "large new")(path, disk)
     finally:
-        array_writer.CHUNK_BYTES = chunk
+        array_files.CHUNK_BYTES = chunk
 
 
 def _without_locks(path: Path, disk: RecordingDisk) -> None:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from treering import stores
 from treering._processes import coordinator
-from treering.stores import survival
+from treering.stores import probe
 
 # `connect` gives these their values. A body is imported later, so it may import them.
 INDEX: int  # the number of this process
@@ -43,7 +43,7 @@ def connect(
     global INDEX, COUNT, DEVICES, LIFE, TMP, tmp, devices
     INDEX, COUNT, DEVICES, LIFE, TMP, tmp = index, count, each, life, folder, pathlib.Path(folder)
     jax.distributed.initialize(address, count, index)
-    survival.is_in_memory = lambda path: in_memory  # whatever file system the tests run on
+    probe.is_in_memory = lambda path: in_memory  # whatever file system the tests run on
     if announce:
         coordinator.announce_alive()  # as its import does, which the zygote made before there was a job
     faulthandler.dump_traceback_later(timeout - 5, exit=True)

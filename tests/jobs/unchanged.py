@@ -48,7 +48,7 @@ def job() -> None:
         for step in range(1, 8):
             tree = {"mine": mine, "trained": put(np.full(600_000, step, np.float32))}
             nbytes = ckpts.save(step, tree).result().shared_bytes
-        known = len(ckpts._saver._unchanged.state.saved.files)
+        known = len(ckpts._saver._unchanged.state.ledger.usable(None))
         right &= same(ckpts.restore(tree)["trained"], np.full(600_000, 7, np.float32))
     tr.save(tmp / "one\udcff", tree)
     right &= same(tr.restore(tmp / "one\udcff", tree)["mine"], np.arange(600_000, dtype=np.float32))

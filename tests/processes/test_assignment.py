@@ -22,14 +22,15 @@ from treering._core import boxes as _sharding
 from treering._core import dtypes, skeleton
 from treering._core.boxes import Box, Cells, box_shape, full_box, slices
 from treering._core.entries import ArrayEntry, Entry, ValueEntry
-from treering._processes import assignment, keepers, layouts
+from treering._core.layouts import Layout, held_by
+from treering._processes import assignment, layouts
 from treering._processes.assignment import Assignment, Piece
-from treering._processes.layouts import Layout
 from treering._pytree.leaves import Catalogue, Described, LocalShard, write_order_key
+from treering._run.tiers import host_copies
 from treering._save import layout, second_copies
 from treering._save.layout import PlannedFile
 from treering.formats.safetensors import header as safetensors
-from treering.formats.treering import host_files, manifest
+from treering.formats.treering import manifest
 from treering.formats.treering.manifest import piece_key
 from treering.formats.treering.manifest_fields import ArrayRow, File, Manifest
 
@@ -434,11 +435,10 @@ def test_the_pieces_of_all_processes_are_the_arrays(state: State, copies: bool) 
 @pytest.mark.long
 @unhurried
 @given(states())
-def test_a_process_that_saves_alone_hands_over_all_that_it_has(state: State) -> None:
-    """A process that saves alone stages all its shards unchanged."""
+def test_a_process_that_saves_alone_writes_all_that_it_has(state: State) -> None:
+    """A process that saves alone writes all its shards, those of well aligned arrays first."""
     described = state.described(0, False)
-    handed, arrays = assignment.select_shards(described, None, 0)
-    assert handed is described.shards and arrays is described.data
+    handed = described.shards
     found = assignment.pieces(described.catalogue.entries, handed, None, 0)
     assert [(p.leaf, p.box, p.begin, p.nbytes) for p in found] == [(s.leaf, s.box, 0, s.nbytes) for s in handed]
     falling = [min(p.nbytes & -p.nbytes, 64) or 64 for p in found]
@@ -485,8 +485,8 @@ def test_the_manifest_leads_to_every_byte(state: State, header_limit: int) -> No
 
 def with_keepers(state: State, hosts: Sequence[int]) -> dict[int, Assignment]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keepers, "held_layout", lambda catalogue, leaf, everyone: (state.layouts[leaf], False))
-        return keepers.with_keepers(state.described(0, False).catalogue, state.shares(), hosts)
+        patch.setattr(second_copies, "held_layout", lambda catalogue, leaf, everyone: (state.layouts[leaf], False))
+        return second_copies.with_keepers(state.described(0, False).catalogue, state.shares(), hosts)
 
 
 class Part(NamedTuple):
@@ -535,20 +535,20 @@ def test_after_the_loss_of_any_disk_every_file_is_on_another(state: State, data:
             assert one.name not in disks[hosts[process]]
             disks[hosts[process]][one.name] = one
         for keeper, group in sizes.items():
-            assert keeper == keepers.NO_KEEPER or hosts[keeper] != hosts[process]
-            sent += sum(nbytes for *_, nbytes in group) if keeper == keepers.NO_KEEPER else 0
+            assert keeper == second_copies.NO_KEEPER or hosts[keeper] != hosts[process]
+            sent += sum(nbytes for *_, nbytes in group) if keeper == second_copies.NO_KEEPER else 0
     for leaf, share in shares.items():
         assert share.keepers is not None
         for box, writer, keeper in zip(share.boxes, share.writers, share.keepers, strict=True):
             one = state.layouts[leaf]
             holders = next(own for outer, own in zip(one.boxes, one.holders, strict=True) if within(box, outer))
-            assert keeper == keepers.NO_KEEPER or keeper in holders
-            if keeper == keepers.NO_KEEPER and any(hosts[n] != hosts[writer] for n in holders):
+            assert keeper == second_copies.NO_KEEPER or keeper in holders
+            if keeper == second_copies.NO_KEEPER and any(hosts[n] != hosts[writer] for n in holders):
                 held_elsewhere += math.prod(box_shape(box)) * state.values[leaf].itemsize
     # A writer sends what another host holds only if that keeper would write less than an eighth of what is sent anyway.
     assert held_elsewhere * 8 <= sent * (state.count - 1)
     sizes_on = {disk: {name: len(one.data) for name, one in own.items()} for disk, own in disks.items()}
-    for process, missing in host_files.missing_copies(files, sizes_on, hosts).items():
+    for process, missing in host_copies.missing_copies(files, sizes_on, hosts).items():
         for one in missing:
             assert one.file.name not in disks[hosts[process]]
             disks[hosts[process]][one.file.name] = disks[hosts[one.source]][one.file.name]
@@ -559,7 +559,7 @@ def test_after_the_loss_of_any_disk_every_file_is_on_another(state: State, data:
         # The next job has an empty disk instead of the lost one, and sends the files that lack a copy again.
         there = {disk: {name: len(one.data) for name, one in own.items()} for disk, own in disks.items()}
         there[lost] = {}
-        for process, missing in host_files.missing_copies(files, there, hosts).items():
+        for process, missing in host_copies.missing_copies(files, there, hosts).items():
             there[hosts[process]].update({one.file.name: one.file.size for one in missing})
         assert all(sum(file.name in own for own in there.values()) == 2 for file in files)
 
@@ -568,15 +568,15 @@ def test_keepers_follow_the_replicas() -> None:
     """Replicas keep each other's pieces, and the processes of a disk share the work."""
     hosts = [0, 0, 1, 1, 2, 2, 3, 3]
     catalogue = catalogue_of({"w": ((8, 1 << 20), "float32", NamedSharding(mesh_of(4, 2), P("y")))}, 0)
-    shares = keepers.with_keepers(catalogue, assignment.assign(catalogue, 8), hosts)
+    shares = second_copies.with_keepers(catalogue, assignment.assign(catalogue, 8), hosts)
     (share,) = shares.values()
     assert share.keepers is not None
     pairs = set(zip(np.asarray(share.writers).tolist(), share.keepers.tolist(), strict=True))
     assert pairs == {(n, (n + 2) % 8) for n in range(8)}
     for spec in (P(("x", "y")), P("x", "y")):  # No other process holds these pieces.
         catalogue = catalogue_of({"w": ((8, 1 << 20), "float32", NamedSharding(mesh_of(4, 2), spec))}, 0)
-        (share,) = keepers.with_keepers(catalogue, assignment.assign(catalogue, 8), hosts).values()
-        assert share.keepers is not None and set(share.keepers.tolist()) == {keepers.NO_KEEPER}
+        (share,) = second_copies.with_keepers(catalogue, assignment.assign(catalogue, 8), hosts).values()
+        assert share.keepers is not None and set(share.keepers.tolist()) == {second_copies.NO_KEEPER}
 
 
 def located(row: ArrayRow, listed: Manifest) -> Iterator[tuple[int, Box, str]]:
@@ -780,7 +780,7 @@ def planned(make: Callable[[], dict[str, Any]], process: int) -> Figures:
     seconds: list[float] = []
     for traced in (True, False):
         layouts.layout_of.cache_clear()
-        layouts.held_by.cache_clear()
+        held_by.cache_clear()
         leaves = make()
         catalogue = catalogue_of(leaves, process)
         if traced:

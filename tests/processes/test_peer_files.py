@@ -19,15 +19,14 @@ import pytest
 import treering as tr
 from jobs import run_job
 from treering import stores
+from treering._core.calls import SINGLE_PROCESS
 from treering._processes import peer_server, peers
-from treering._processes.calls import SINGLE_PROCESS
 from treering._processes.peer_files import PeerFiles
 from treering._processes.peer_server import PeerServer
 from treering._restore.checkpoint import Checkpoint
 from treering.errors import CorruptError, PeerError
 from treering.formats.treering.read import Reader
-from treering.stores.file_copies import Place
-from treering.stores.nearest_copy import HeldFile, NearestCopyStore
+from treering.stores.nearest_copy import HeldFile, NearestCopyStore, Place
 from treering.stores.read_errors import ReplacedError
 from treering.stores.served_file import ServedRoot
 
@@ -429,8 +428,7 @@ import posixpath, shutil, threading
 from treering._processes import consistency, coordinator, peers
 from treering._restore.checkpoint import Checkpoint
 from treering.formats.treering.read import Reader
-from treering.stores.file_copies import Place
-from treering.stores.nearest_copy import HeldFile, NearestCopyStore
+from treering.stores.nearest_copy import HeldFile, NearestCopyStore, Place
 local, leader = tmp / HOSTS[INDEX], HOSTS.index(HOSTS[INDEX])
 rng = np.random.default_rng(3)
 tree = {"rows": rng.random((48, 50_000), np.float32), "columns": rng.integers(0, 9, (8, 24), np.int32),

@@ -97,7 +97,7 @@ def test_job_on_other_hosts_lacks_steps_not_uploaded(tmp_path: pathlib.Path) -> 
     _two_uncopied(tmp_path)
     before = {host: _files(tmp_path, host, 1, 2) for host in "ab"}
     unreachable = """
-from treering._run.tiers.generation import Generation
+from treering._run.tiers.journal import Generation
 def down(self): raise TimeoutError(110, "no answer", "generations")
 Generation.enter = down
 save(ckpts, 4)

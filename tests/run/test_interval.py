@@ -12,8 +12,7 @@ import pytest
 import treering as tr
 from sampling import sample_points
 from treering._run import schedule
-from treering._run.interval import Interval, optimal_interval
-from treering._run.schedule import Schedule
+from treering._run.schedule import Interval, Schedule, optimal_interval
 from treering._save.pending import SaveReport
 from treering.errors import MismatchError
 

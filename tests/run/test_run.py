@@ -22,8 +22,8 @@ import pytest
 import treering as tr
 from jobs import run_job
 from treering import stores
-from treering._run.interval import Interval
 from treering._run.pending_saves import PendingSaves
+from treering._run.schedule import Interval
 from treering._save.pending import PendingSave
 from treering._tools.listing import list_run
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError

@@ -32,9 +32,8 @@ from treering._run.tiers.journal import Claim, Contents, Generations
 from treering._run.tiers.local_tier import LocalTier
 from treering._run.tiers.tiered_run import TieredRun
 from treering._save import write
-from treering._save.info import encode_info
 from treering._save.job import prepare
-from treering._save.target import SaveOptions, target_of
+from treering._save.target import SaveOptions, encode_info, target_of
 from treering._threads.pool import ThreadPool
 from treering.formats.treering import host_files
 from treering.keep import Policy

@@ -41,7 +41,7 @@ from treering.errors import (
 )
 from treering.formats.treering import copy as treering_copy
 from treering.formats.treering import host_files, manifest, removal
-from treering.stores import survival
+from treering.stores import probe
 from treering.stores.objects.store import ObjectStore
 from treering.stores.posix import Disk
 
@@ -124,7 +124,7 @@ def test_steps_are_saved_locally_and_kept_remotely(local: str, remote: str) -> N
 @pytest.fixture
 def memory() -> Iterator[str]:
     """A local tier in memory."""
-    if not survival.is_in_memory("/dev/shm/"):
+    if not probe.is_in_memory("/dev/shm/"):
         pytest.skip("/dev/shm is not a tmpfs")
     with tempfile.TemporaryDirectory(prefix="treering-", dir="/dev/shm") as folder:
         yield f"{folder}/run"

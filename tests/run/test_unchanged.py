@@ -304,8 +304,9 @@ def test_two_networks_that_are_trained_in_turns(tmp_path: pathlib.Path) -> None:
             pending = ckpts.save(step, state)
             assert pending
             shared.append(pending.result().shared_bytes > 0)
-        known = ckpts._saver._unchanged.state.saved
-        assert len(known.files) <= 6 and max(len(one.versions) for one in known.arrays.values()) <= 3
+        known = ckpts._saver._unchanged.state
+        assert len(known.ledger.usable(None)) <= 6 and len(known.ledger._files) <= 3
+        assert max(len(one.versions) for one in known.saved.arrays.values()) <= 3
     assert all(shared[4:])
 
 
@@ -326,8 +327,7 @@ def test_few_names_of_files_are_known(
             pending = ckpts.save(step, state)
             assert pending
             shared.append(pending.result().shared_bytes > 0)
-        known = ckpts._saver._unchanged.state.saved
-        assert sum(map(len, known.files.values())) <= 4
+        assert sum(map(len, ckpts._saver._unchanged.state.ledger._files.values())) <= 4
     _check(run, dict.fromkeys(range(1, 13), state))
     assert shared == [False] * 2 + [keep is None] * 10
 

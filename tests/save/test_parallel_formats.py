@@ -11,9 +11,9 @@ import pytest
 import treering as tr
 from jobs import run_job
 from treering._core.boxes import Cells
+from treering._core.calls import SingleProcessCall
 from treering._core.entries import ArrayEntry
-from treering._processes.calls import SingleProcessCall
-from treering._processes.layouts import Layout
+from treering._core.layouts import Layout
 from treering.formats._zarr.chunks import assign_chunks
 
 FORMATS = ["orbax", "t5x", "levanter"]

@@ -12,17 +12,18 @@ import pytest
 import treering as tr
 from jobs import Result, run_job
 from treering import stores
+from treering._run.tiers import host_copies
 from treering.errors import SaveError
-from treering.formats.treering import host_files, manifest
+from treering.formats.treering import manifest
 from treering.formats.treering.copy import damaged_files
 
 JOB = """
 import logging
 from treering._processes import coordinator
-from treering._save.info import encode_info
 from treering._save.job import start_save
-from treering._save.target import SaveOptions
-from treering.formats.treering import host_files, manifest
+from treering._save.target import SaveOptions, encode_info
+from treering._run.tiers import host_copies
+from treering.formats.treering import manifest
 from treering.formats.treering.manifest_fields import File
 lines = []
 class Lines(logging.Handler):
@@ -67,9 +68,9 @@ def complete(name, fetch=None):
     sync(f"{name} is saved")
     data, files = committed(name)
     identity = manifest.xxh3(data)
-    missing = host_files.missing_copies(files, sizes(name), hosts).get(INDEX, [])
+    missing = host_copies.missing_copies(files, sizes(name), hosts).get(INDEX, [])
     sync(f"{name} is listed")
-    found = host_files.complete_copies(store, str(folder(name)), identity, missing, fetch or read)
+    found = host_copies.complete_copies(store, str(folder(name)), identity, missing, fetch or read)
     sync(f"{name} is complete")
     return sum(fetched), [one.file.name for one in missing], found
 """
@@ -155,7 +156,7 @@ for name, tree in TREES.items():
     save(name, tree)
     holders = kept(name)
     fetched, missing, here = complete(name)
-    again = host_files.missing_copies(committed(name)[1], sizes(name), hosts)
+    again = host_copies.missing_copies(committed(name)[1], sizes(name), hosts)
     TREES[name] = [holders, fetched, missing, here, again]
 report(TREES)
 """,
@@ -299,8 +300,8 @@ def deadly(process, file, offset, into):
         source.readinto(into)
 if INDEX == 2:
     data, files = committed("step")
-    missing = host_files.missing_copies(files, sizes("step"), hosts)
-    host_files.complete_copies(store, str(folder("step")), manifest.xxh3(data), missing[2], deadly)
+    missing = host_copies.missing_copies(files, sizes("step"), hosts)
+    host_copies.complete_copies(store, str(folder("step")), manifest.xxh3(data), missing[2], deadly)
 """,
         "abcd",
         recoverable=True,
@@ -340,9 +341,9 @@ def test_fetched_bytes_are_verified(tmp_path: pathlib.Path, caplog: pytest.LogCa
     def completed(to: str, check: Callable[[], None] = lambda: None) -> list[str]:
         (tmp_path / to).mkdir(exist_ok=True)
         (tmp_path / to / "treering.json").write_bytes(data)
-        missing = host_files.missing_copies([file], {1: {file.name: file.size}}, [0, 0, 0, 1])
+        missing = host_copies.missing_copies([file], {1: {file.name: file.size}}, [0, 0, 0, 1])
         assert missing == {0: [(file, 3)]}
-        return host_files.complete_copies(store, str(tmp_path / to), identity, missing[0], fetch, check)
+        return host_copies.complete_copies(store, str(tmp_path / to), identity, missing[0], fetch, check)
 
     for n, at in enumerate((5, file.header + 5, file.size - 1)):
         damage[:] = [at]

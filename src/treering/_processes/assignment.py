@@ -17,8 +17,9 @@ import numpy as np
 from .._core import dtypes
 from .._core.boxes import Box, Cells, box_shape, full_box, intersect, slice_boxes, slices
 from .._core.entries import ArrayEntry, StatesEntry
+from .._core.layouts import Layout, held_by, owner
 from .._pytree.leaves import Catalogue, Described, LocalShard, write_order_key
-from .layouts import Layout, held_by, layout_of, owner
+from .layouts import layout_of
 
 _MIN_CUT_BYTES = 1 << 20  # bytes; no part of a cut piece has fewer, and arrays of smaller pieces go to few writers
 _MAX_LOOPED_PIECES = 16  # pieces of an array; up to this number a loop over them is faster than NumPy
@@ -171,17 +172,15 @@ def assign_unshared(spread: Iterable[int], pieces: Sequence[Piece]) -> dict[int,
 
 
 def select_shards(
-    described: Described, shares: Mapping[int, Assignment] | None, index: int
+    described: Described, shares: Mapping[int, Assignment], index: int
 ) -> tuple[Sequence[LocalShard], list[Any]]:
     """Returns the shards that process `index` stages, in the order in which it writes them, and their arrays.
 
-    If `shares` is None, it stages all shards. Otherwise it stages the parts of global arrays that it writes, and all of
-    the arrays that each process has its own copy of, because `check_consistent` compares these copies. The pieces
-    for second copies come last, as separate shards, so that the shards of its own files are freed first.
+    It stages the parts of global arrays that it writes, and all of the arrays that each process has its own copy of,
+    because `check_consistent` compares these copies. The pieces for second copies come last, as separate shards, so
+    that the shards of its own files are freed first.
     """
     catalogue, shards, data = described
-    if shares is None:
-        return shards, data
     own = _by_leaf(shards)
     chosen: dict[int, tuple[LocalShard, Any]] = {}
     for leaf, box, _ in piece_sizes(catalogue.entries, shares, index):

@@ -11,17 +11,18 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
+from .._core.calls import Call
 from .._core.describe import describe_entry, shorten
 from .._core.entries import ArrayEntry, Entry, StatesEntry
 from .._core.iterator_states import MAX_STATE_BYTES, encode_state
+from .._core.layouts import Layout, owner
 from .._core.skeleton import Skeleton
 from .._pytree import iterators
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.leaves import Catalogue
 from ..errors import CorruptError, MismatchError, TreeringError
 from ..stores.read_errors import READ_ATTEMPTS, ReplacedError
-from .assignment import Layout, layout_of, owner
-from .calls import Call
+from .assignment import layout_of
 
 T = TypeVar("T")
 _MAX_DIFFERENCES = 20  # differences that an error lists

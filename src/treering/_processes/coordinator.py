@@ -5,11 +5,11 @@ import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
+from .._core.calls import Call, SingleProcessCall
 from .._pytree.jax_private import imported_job_state, job_state
 from ..errors import MismatchError, UnsupportedError
 from . import liveness
 from .call_history import History
-from .calls import Call, SingleProcessCall
 from .multi_process import MultiProcessCall
 
 _inherited_client: Any = None  # in a forked child, the client of the store of the parent's job

@@ -6,7 +6,7 @@ carries no values and no errors, and a process that leaves it early holds up the
 The processes form a tree (see `tree`). Each process collects the values of its children and sends them to its parent
 with its own. Process 0 publishes its decision, which all read. In a call, each process renews its heartbeat. If a
 heartbeat stops for `timeout` seconds, the parent considers that process dead and fails the call for all. A process that
-is not in the call has no heartbeat there. Then `liveness` says whether it is alive, and `blame` chooses whom to name.
+is not in the call has no heartbeat there. Then `liveness` says whether it is alive, and `find_suspects` whom to name.
 
 A call is identified by its description and by the number of earlier calls with that description. So a call that one
 process omits does not disturb calls of another kind. The keys of a call, here for process 3, a child of process 0:
@@ -31,7 +31,7 @@ from typing import Any
 
 from .._threads.thread import Thread, start_threads
 from ..errors import PeerError, TreeringError
-from . import blame, call_history, call_tree, host_relay, liveness, messages
+from . import call_history, call_tree, host_relay, liveness, messages
 from .call_history import History, listed_key
 from .job_store import JobStore
 
@@ -268,7 +268,7 @@ class MultiProcessCall:
                     )
                 raise self._peer_error(
                     f"process {index} (not in this call; its last is {what}) continued without it; if one of the two "
-                    f"stood still for long, they meet again at a later call{blame.ALL_MUST_CALL}"
+                    f"stood still for long, they meet again at a later call{liveness.ALL_MUST_CALL}"
                 )
 
     def _raise_if_known(self, silent: list[int], seconds: float) -> None:
@@ -283,7 +283,7 @@ class MultiProcessCall:
     def _raise_silent(self, silent: list[int], seconds: float, found: liveness.LivenessReport, *, known: bool) -> None:
         seen = {index: doing for index in silent if (doing := self._last_signs[index][0].partition(" ")[2])}
         here, in_doubt = self.index, self.in_doubt
-        cause = blame.find_suspects(
+        cause = liveness.find_suspects(
             found, silent, seen=seen, here=here, seconds=seconds, known=known, in_doubt=in_doubt
         )
         shown = [f"process {index} ({self._activity_of(index, seen)})" for index in cause.processes[:5]]
@@ -293,7 +293,7 @@ class MultiProcessCall:
 
     def _peer_error(self, text: str) -> PeerError:
         if self._history.is_restarted:
-            text = text.removesuffix(blame.ALL_MUST_CALL)
+            text = text.removesuffix(liveness.ALL_MUST_CALL)
             text += "; this process was started again in its job, and meets its peers when they make this call next"
         return PeerError(f"{self._description}: {text}")
 

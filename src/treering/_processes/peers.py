@@ -7,11 +7,11 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from .._core.calls import Call
 from .._pytree.jax_private import coordinator_address
 from ..errors import UnsupportedError
 from ..stores.served_file import ServedRoot
 from ..stores.store import Store
-from .calls import Call
 from .peer_files import PeerFiles
 from .peer_server import PeerServer
 

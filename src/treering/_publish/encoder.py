@@ -30,8 +30,7 @@ from .._pytree.lazy_supply import ShardSupply
 from .._pytree.leaves import Catalogue, LocalShard
 from .._pytree.staged_supply import StagedSupply
 from .._run import run_layout
-from .._save.shared_files import Encoded, OwnParts
-from .._save.source import PlainTree, SavedTree
+from .._save.source import Encoded, OwnParts, PlainTree, SavedTree
 from .._save.target import SaveTarget
 from .._threads.pool import in_parallel
 from ..errors import CorruptError, MismatchError, UnsupportedError
@@ -226,7 +225,7 @@ class Encoder:
 
 
 class _Save:
-    """One save of an `Encoder`. See `_save.shared_files.Deltas`.
+    """One save of an `Encoder`. See `_save.source.Deltas`.
 
     objects: the JAX arrays of the tree, by path. digests: those of leaves that may not change again.
     same: the leaves that are those of the last version, and are not staged.

@@ -16,7 +16,7 @@ from .._core.tracebacks import hide_internal_frames_of_methods
 from ..errors import MismatchError, NotFoundError, UnsupportedError
 
 if TYPE_CHECKING:
-    from .._processes.calls import Call
+    from .._core.calls import Call
     from ..rules import Rule
     from .options import RestoreOptions
 

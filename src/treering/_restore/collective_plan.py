@@ -13,12 +13,13 @@ import xxhash
 from .. import stores
 from .._core import dtypes
 from .._core.boxes import Box, box_shape, byte_ranges, intersect
+from .._core.calls import Call
 from .._core.entries import ArrayEntry
+from .._core.layouts import Layout, owner
 from .._core.source import Source, pieces
 from .._core.views import View
 from .._processes import consistency
-from .._processes.assignment import Layout, layout_of, owner
-from .._processes.calls import Call
+from .._processes.assignment import layout_of
 from .._pytree import devices
 from ..errors import MismatchError, TreeringError, UnsupportedError
 from . import array_placement as _place

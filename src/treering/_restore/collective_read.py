@@ -19,12 +19,12 @@ import xxhash
 
 from .._core import dtypes
 from .._core.boxes import Box, box_shape, full_box, intersect, slice_boxes, slices
+from .._core.calls import Call
 from .._core.entries import ArrayEntry
+from .._core.layouts import Layout
 from .._core.leaf_paths import join_names
 from .._core.source import Source, pieces
 from .._processes import consistency
-from .._processes.assignment import Layout
-from .._processes.calls import Call
 from .._processes.consistency import CollectiveError
 from .._pytree import devices
 from .._pytree.leaves import write_order_key

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from .._core import dtypes, expansion
+from .._core.calls import Call
 from .._core.entries import NO_ARRAY, ArrayEntry, Entry
 from .._core.leaf_paths import join_names
 from .._core.source import Source, origins, source_name
 from .._core.views import View
 from .._processes import progress_bar as _progress
-from .._processes.calls import Call
 from .._pytree import devices, iterator_restore
 from .._threads.pool import prefetch
 from .._threads.python_gc import gc_paused

@@ -19,14 +19,14 @@ from .._processes.preemption import Preemption, Signals
 from .._restore import options as _options
 from .._restore.checkpoint import Checkpoint
 from .._restore.options import ReadOptions, RestoreOptions
-from .._save.info import encode_info
 from .._save.pending import PendingSave, SaveReport, wait_for_all_saves
+from .._save.target import encode_info
 from .._threads.reentry import non_reentrant, refuse_reentry
 from .._threads.thread import Thread, start_threads
 from ..errors import MismatchError, UnsupportedError
 from ..keep import Policy
 from ..rules import Rule
-from . import arguments, resume, step_changes
+from . import arguments, removal, resume
 from .closing import Closing
 from .collective import CollectiveCalls
 from .failures import Failures, OnError, log_failure
@@ -435,19 +435,19 @@ class Checkpointer(StepList):
     def pin(self, step: int) -> None:
         """Marks a step never to be deleted, for this and every later job."""
         refuse_reentry(f"pin({step})", self)
-        step_changes.pin(self._collective, self._directory, step, True)
+        removal.pin(self._collective, self._directory, step, True)
 
     @non_reentrant
     def unpin(self, step: int) -> None:
         """Removes the mark that `pin` has set."""
         refuse_reentry(f"unpin({step})", self)
-        step_changes.pin(self._collective, self._directory, step, False)
+        removal.pin(self._collective, self._directory, step, False)
 
     @non_reentrant
     def delete(self, step: int) -> None:
         """Deletes a step. Raises `MismatchError` if it is pinned, is a link, or a link in the run leads to it."""
         refuse_reentry(f"delete({step})", self)
-        step_changes.delete(self._collective, self._directory, step)
+        removal.delete(self._collective, self._directory, step)
         if self._last_state.step == step:
             self._last_state.forget()
 
@@ -464,7 +464,7 @@ class Checkpointer(StepList):
         number = None if step is None else step_number(step)
         refuse_reentry(f"rewind({step})", self)
         with self._pending_saves.changing_run():
-            step_changes.rewind(self._collective, self._directory, number)
+            removal.rewind(self._collective, self._directory, number)
         self._saver.has_looked = True
         self._last_state.forget()
 

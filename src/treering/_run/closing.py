@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from .._processes.calls import Call
+from .._core.calls import Call
 from .._processes.preemption import Preemption
 from .collective import CollectiveCalls
-from .late_metrics import LateMetrics
+from .metrics import LateMetrics
 from .pending_saves import PendingSaves
 from .retention import Retention
 from .run_directory import RunDirectory

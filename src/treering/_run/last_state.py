@@ -12,8 +12,8 @@ import numpy as np
 from .._core.values import decode_float
 from .._pytree import flax, iterators, state_methods
 from .._pytree.devices import encode_metrics
-from .._save.info import metadata_to_json
 from .._save.pending import PendingSave
+from .._save.target import metadata_to_json
 from ..errors import UnsupportedError
 from ..rules import Rule
 from .failures import log_failure

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from .. import stores
 from .._core import expansion
+from .._core.calls import Call
 from .._core.entries import metric_and_mode
 from .._processes import consistency
-from .._processes.calls import Call
 from .._restore.checkpoint import Checkpoint
 from .._restore.policy import Policy
 from .._save.pending import wait_for_saves_in

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from .._core import units
 from .._core.leaf_paths import name_known
 from .._core.values import decode_float
-from .._save.info import Info
 from .._save.pending import PendingSave, SaveReport
 from .._save.save_reuse import Bases
+from .._save.target import Info
 from ..errors import CorruptError, MismatchError, SaveError, UnsupportedError
 from ..formats.orbax import run as orbax_removal
 from ..formats.treering import pins, removal, summary

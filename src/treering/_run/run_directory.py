@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from .._processes.calls import Call
+from .._core.calls import Call
 from ..errors import SaveError
 from ..keep import Saved
 from .step_catalog import StepCatalog

@@ -93,7 +93,10 @@ def find_step_copies(
     format: reads the path in this format, and ignores steps of other formats. prefix: the beginning of the names of a
         run's steps; with a prefix the path must be a run.
     """
-    found = None if summary.stat_manifest(store, place) else located_steps(store, place, prefix, only=format)
+    is_native = summary.stat_manifest(store, place) is not None
+    if is_native and prefix is None and step is None and format is None:
+        return OneCheckpoint(store, place, "treering")
+    found = None if is_native else located_steps(store, place, prefix, only=format)
     if not found:
         if prefix is not None:
             meant = new_run.suggest_run(store, place)

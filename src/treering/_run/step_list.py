@@ -5,7 +5,7 @@ from typing import Literal
 
 from .._core.entries import step_number
 from .._core.tracebacks import hide_internal_frames_of_methods
-from ..stores import survival
+from ..stores import probe
 from . import metrics
 from .pending_saves import PendingSaves
 from .run_directory import RunDirectory
@@ -31,9 +31,9 @@ def _copy_paths(directory: RunDirectory, step: int) -> list[CopyPath]:
     """Returns the paths of all copies of a step, the local one first. Raises `NotFoundError` if there is none."""
 
     def survives(place: StepCopy) -> str:
-        found, uploads = survival.survives(place.store, place.path), directory.uploads
-        if uploads and found != survival.ALL_HOSTS and posixpath.dirname(place.path) != directory.root:
-            return survival.ANY_HOST if uploads.is_on_two_hosts(place.path) else found
+        found, uploads = probe.survives(place.store, place.path), directory.uploads
+        if uploads and found != probe.ALL_HOSTS and posixpath.dirname(place.path) != directory.root:
+            return probe.ANY_HOST if uploads.is_on_two_hosts(place.path) else found
         return found
 
     return [CopyPath(place.path, survives(place)) for place in directory.step_copies(step)]

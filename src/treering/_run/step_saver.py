@@ -5,13 +5,12 @@ import functools
 import time
 from typing import Any
 
+from .._core.calls import Call
 from .._processes import coordinator
-from .._processes.calls import Call
 from .._processes.preemption import Preemption
-from .._save.info import encode_info, metadata_to_json
 from .._save.job import start_save
 from .._save.pending import PendingSave, as_save_error
-from .._save.target import SaveOptions
+from .._save.target import SaveOptions, encode_info, metadata_to_json
 from .._save.unchanged import UnchangedArrays
 from ..errors import MismatchError, SaveError, UnsupportedError
 from . import resume

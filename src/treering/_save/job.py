@@ -15,7 +15,7 @@ import logging
 import time
 from typing import Any, Protocol
 
-from .._processes.calls import Call
+from .._core.calls import Call
 from .._pytree import devices
 from .._rules.base import check_list
 from .._threads.pool import ThreadPool
@@ -24,12 +24,11 @@ from .._threads.reentry import non_reentrant
 from .._threads.thread import Thread
 from ..errors import SaveError
 from . import pending as _pending
-from .array_writer import CHUNK_BYTES
-from .info import Info
+from .array_files import CHUNK_BYTES
 from .pending import PendingSave, SaveReport
 from .plan import Plan, plan_save
 from .source import describe
-from .target import SaveOptions, SaveTarget, target_of
+from .target import Info, SaveOptions, SaveTarget, target_of
 from .write import write as write_plan
 
 _log = logging.getLogger("treering")

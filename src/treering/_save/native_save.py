@@ -24,7 +24,6 @@ outcome; a manifest for each process, because a reader would need all to see one
 without a temporary manifest, because a leftover then looks like a file of a running save.
 """
 
-import contextlib
 import datetime
 import functools
 import itertools
@@ -32,26 +31,27 @@ import logging
 import math
 import posixpath
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from .._core.boxes import Box, Cells, full_box
+from .._core.calls import Call, raise_error_of_process_0
 from .._core.entries import ArrayEntry
 from .._core.skeleton import Skeleton
 from .._core.source import Written
 from .._processes import assignment
 from .._processes.assignment import Assignment, Piece
-from .._processes.calls import Call, raise_error_of_process_0
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.leaves import Catalogue
 from .._threads.pool import ThreadPool
 from .._threads.preload_decoders import preload_decoders
 from .._threads.python_gc import gc_paused
 from ..errors import SaveError, TreeringError, UnsupportedError
-from ..formats.treering import host_files, manifest
+from ..formats.treering import host_files, ledger, manifest
 from ..formats.treering.commit import Transaction
+from ..formats.treering.ledger import WrittenFile
 from ..formats.treering.manifest_fields import (
     BoxesOfNodes,
     Delta,
@@ -66,13 +66,14 @@ from ..formats.treering.manifest_fields import (
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
-from . import array_writer, file_plan, layout, second_copies
-from .file_plan import FilePlan
-from .info import Info
+from . import array_files, layout, second_copies
+from .array_files import FilePlan
 from .layout import PlannedFile
 from .room import Room, RoomMaker
+from .save_reuse import SaveReuse
 from .second_copies import OptionalSink, PlannedCopy
-from .shared_files import Deltas, Encoded, OwnParts, Reuse, SharedFile, WrittenFile, share, with_answer
+from .source import Deltas, Encoded, OwnParts
+from .target import Info
 
 _log = logging.getLogger("treering")
 _PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
@@ -95,7 +96,7 @@ class Job(NamedTuple):
     info: Info
     hosts: tuple[int, ...] | None = None
     room_maker: RoomMaker | None = None
-    reuse: Reuse | None = None
+    reuse: SaveReuse | None = None
     deltas: Deltas | None = None
     encoded: Encoded | None = None
 
@@ -182,9 +183,7 @@ class NativeSave:
             self._call.close()
             raise self._doubt or SaveError(outcome.problem)
         if reuse := self._job.reuse:
-            self._written = [
-                one if one.is_reused else with_answer(one, self._sinks[one.listed.name].stored) for one in self._written
-            ]
+            self._written = [self._with_answer(one) for one in self._written]
             reuse.committed(self._written)
         if deltas := self._job.deltas:
             deltas.committed(outcome.identity, self._is_complete)
@@ -195,11 +194,18 @@ class NativeSave:
             outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes, changed
         )
 
+    def _with_answer(self, file: WrittenFile) -> WrittenFile:
+        """Returns a file with the answer of the store to it; see `Sink.stored`."""
+        if file.is_reused or (stored := self._sinks[file.listed.name].stored) is None:
+            return file
+        return file._replace(version=stored.version, shared_bytes=file.listed.size if stored.is_copy else 0)
+
     def begin(self) -> None:
         """Begins the save in process 0, joins it in its peers, and plans the files of this process."""
         store, job, call = self._store, self._job, self._call
         call.set_activity("planning")
-        token, made, bases = call.broadcast(lambda: self._room.decide(self._make_transaction))
+        token, made, bases = call.broadcast(self._make_transaction)
+        self._room.decides = False
         retry = self._room.retry
         if self._files is None and job.hosts:
             self._files = SaveFiles.join_per_host(store, job.path, token, retry)
@@ -222,7 +228,7 @@ class NativeSave:
         if shares and most and not job.own:
             shares = assignment.cut_assignments(entries, shares, most)
             self._job = job._replace(shares=shares)
-        plan = file_plan.plan_files(entries, supply, shares, call.index, most, job.reuse, bases)
+        plan = array_files.plan_files(entries, supply, shares, call.index, most, job.reuse, bases)
         if shares is not None:
             self._copies = second_copies.plan(entries, supply.shards, shares, call.index, call.count, token)
         if shares is not None or plan.is_reordered or (job.reuse and job.reuse.deferred):
@@ -239,12 +245,12 @@ class NativeSave:
         plan, supply = self._plan, self._supply
         self._call.set_activity("writing")
         shared = zip(self._names, plan.shared, strict=False)
-        self._written = [share(self._files, name, one) for name, one in shared]
+        self._written = [ledger.share(self._files, name, one) for name, one in shared]
         if plan.shared:
             supply.on_progress(sum(one.listed.size - one.listed.header for one in self._written))
         for name, file in zip(self._names[len(plan.shared) :], plan.files, strict=True):
             same = self._same_file(file) if self._job.reuse else None
-            self._written.append(share(self._files, name, same) if same else self._write_file(name, file))
+            self._written.append(ledger.share(self._files, name, same) if same else self._write_file(name, file))
         for copy in self._copies:
             self._write_copy(copy)
         if self._call.index:  # Process 0 syncs the names in its folder with the commit.
@@ -252,32 +258,34 @@ class NativeSave:
             self._store.settle(self._job.path)
             self._sync_seconds += time.perf_counter() - begun
 
-    def _same_file(self, file: PlannedFile) -> SharedFile | None:
+    def _same_file(self, file: PlannedFile) -> WrittenFile | None:
         """Returns a file of an earlier step with the same bytes as a file to write, if there probably is one."""
         plan, reuse = self._plan, self._job.reuse
         if reuse is None or file.first + len(file.begins) > plan.likely:
             return None
         found = reuse.same_layout(file, plan.numbers_in(file))
-        if found is None or array_writer.has_same_bytes(found, file, plan.to_write, self._supply, self._pool):
+        if found is None or array_files.has_same_bytes(found, file, plan.to_write, self._supply, self._pool):
             return found
-        found.held.close()
+        if found.held:
+            found.held.close()
         return None
 
     def _write_file(self, name: str, file: PlannedFile) -> WrittenFile:
         assert self._files
         plan, reuse = self._plan, self._job.reuse
         sink = self._sinks[name] = self._files.create(name)
-        listed, checksums = array_writer.fill_file(sink, name, file, plan.to_write, self._supply, self._pool)
+        listed, checksums = array_files.fill_file(sink, name, file, plan.to_write, self._supply, self._pool)
         same_as: FinishedFile | None = reuse.same_content(listed, checksums) if reuse else None
         begun = time.perf_counter()
         sink.finish(listed.size, read_only=True, same_as=same_as)
         self._sync_seconds += time.perf_counter() - begun
-        return WrittenFile(listed, plan.numbers_in(file), (*file.begins, file.nbytes), checksums)
+        begins = *file.begins, file.nbytes
+        return WrittenFile(self._job.path, listed, None, checksums, plan.numbers_in(file), begins)
 
     def _write_copy(self, copy: PlannedCopy) -> None:
         assert self._files
         sink = OptionalSink(self._files, copy.name)
-        listed, _ = array_writer.fill_file(sink, copy.name, copy.file, copy.pieces, self._supply, self._pool)
+        listed, _ = array_files.fill_file(sink, copy.name, copy.file, copy.pieces, self._supply, self._pool)
         begun = time.perf_counter()
         sink.finish(listed.size)
         self._sync_seconds += time.perf_counter() - begun
@@ -330,9 +338,11 @@ class NativeSave:
         self._manifest = data = _manifest(
             job, self._plan.pieces, self._spread, listed, firsts, runs, parts, differences, self._published
         )
-        others = [] if job.hosts else listed[1:]
+        check: Callable[[], None] | None = None
+        if any(listed[1:]) and not job.hosts:
+            check = functools.partial(_check_visible, self._store, job.path, listed[1:], self._call.timeout)
         try:
-            files.commit(data, lambda: _check_visible(self._store, job.path, others, self._call.timeout))
+            files.commit(data, check)
         except SaveError as error:
             if not files.must_stay:
                 raise
@@ -389,10 +399,10 @@ def _manifest(
     def order(process: int) -> Iterable[tuple[int, Box]]:
         if everyone is None:
             return ((piece.leaf, piece.box) for piece in pieces)
-        return file_plan.in_order_of_files(assignment.piece_sizes(entries, everyone, process), runs[process])
+        return array_files.in_order_of_files(assignment.piece_sizes(entries, everyone, process), runs[process])
 
     with gc_paused():
-        by_leaf = assignment.assign_unshared(spread, pieces) if everyone is None else everyone
+        by_leaf = everyone if everyone is not None else assignment.assign_unshared(spread, pieces) if spread else {}
         index = _files_of_parts(by_leaf, listed, parts) if job.own else layout.FileIndex(firsts, order)
         rows = layout.rows(job.catalogue, by_leaf, index)
         placement = layout.placement(job.catalogue)
@@ -418,7 +428,7 @@ def _manifest(
             placement=placement,
             static=job.catalogue.static,
             iterators=rows.iterators,
-            boxes=_boxes(job),
+            boxes=_boxes(job) if job.catalogue.boxes else {},
             tree=list(job.tree),
             leaves=leaves,
         )
@@ -491,8 +501,6 @@ def _boxes(job: Job) -> Any:
     """Returns the record of the boxes of Flax. It is fast if the tree is the last one."""
     global _last_boxes
     boxes = job.catalogue.boxes
-    if not boxes:
-        return {}
     if _last_boxes[0] is not job.tree or _last_boxes[1] is not boxes:
         _last_boxes = job.tree, boxes, BoxesOfNodes.of(job.tree, boxes)
     return _last_boxes[2]
@@ -531,7 +539,7 @@ def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], ti
         found[file.name] = there and there.nbytes
         return found[file.name] == file.size
 
-    with store.glance(path) if any(listed) else contextlib.nullcontext():
+    with store.glance(path):
         missing = [(process, file) for process, files in enumerate(listed, 1) for file in files if not is_there(file)]
     for process, file in missing:
         if not wait_until(functools.partial(is_there, file), lambda: refresh_dir_cache(store, path), timeout):

@@ -14,10 +14,10 @@ from typing import Any
 
 from .. import stores
 from .._core import printing
+from .._core.calls import Call
 from .._core.source import Written
 from .._core.units import nbytes
 from .._processes import coordinator
-from .._processes.calls import Call
 from .._pytree import devices
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.staged_supply import StagedSupply
@@ -189,7 +189,8 @@ class PendingSave:
         Raises `SaveError` (or `ExistsError`) if the save failed. Raises `TimeoutError` if the save is not over yet; it
         then continues.
         """
-        if not self._wait(timeout):
+        self._finished.wait(timeout)
+        if not self.done():
             raise TimeoutError(f"{self.path}: the save is not over after {timeout} seconds; it continues")
         if self._error:
             self._mark_reported()
@@ -242,7 +243,8 @@ class PendingSave:
         try:
             with pool, devices.allow_transfers():
                 self._supply.writers_needed.wait()
-                self._wait_for_previous(previous)
+                if previous is not None and not previous.is_set():
+                    self._wait_for_previous(previous)
                 self._supply.check()
                 write(pool)
         except BaseException as error:
@@ -264,10 +266,8 @@ class PendingSave:
             self._all_finished.set()
             self._finished.set()
 
-    def _wait_for_previous(self, previous: Latch | None) -> None:
+    def _wait_for_previous(self, previous: Latch) -> None:
         """Waits until the previous save is over or this one has failed."""
-        if previous is None or previous.is_set():
-            return
         since = time.perf_counter()
         while not self._supply.failed and not previous.wait(0.1):
             pass

@@ -25,7 +25,7 @@ from .._core.boxes import Box, box_shape, full_box, slice_boxes
 from .._core.entries import ArrayEntry, StatesEntry
 from .._core.skeleton import Skeleton
 from .._core.views import View
-from .._processes import assignment, coordinator, keepers
+from .._processes import assignment, coordinator
 from .._processes.assignment import cells_of
 from .._processes.consistency import gather_from_equal_calls
 from .._processes.layouts import layout_of
@@ -36,8 +36,9 @@ from .._pytree.staged_supply import StagedSupply
 from .._restore.checkpoint import Checkpoint
 from ..errors import MismatchError, UnsupportedError
 from ..formats import JointFormat
-from .shared_files import Deltas, Reuse
-from .source import PlainTree, SavedTree, TreeView
+from . import second_copies
+from .save_reuse import SaveReuse
+from .source import Deltas, PlainTree, SavedTree, TreeView
 from .target import NativeTarget, SaveTarget
 
 _MAX_PROCESSES_ON_A_HOST = 8  # all may ask for room at the same moment, before any of them has taken it
@@ -62,7 +63,7 @@ class NativePlan(NamedTuple):
     shares: Mapping[int, assignment.Assignment] | None
     supply: ShardSupply
     caller: ShardSupply
-    reuse: Reuse | None = None
+    reuse: SaveReuse | None = None
     deltas: Deltas | None = None
 
 
@@ -115,7 +116,7 @@ def plan_save(target: SaveTarget, tree: SavedTree) -> Plan:
     the format cannot store something, or if each host has its own disk and the processes cannot write their parts
     separately.
     """
-    if tree.described:
+    if tree.described and target.options.memory_limit is None:
         target = _with_memory_limit(target, tree.described)
     if isinstance(tree, PlainTree):
         return _staged(target, tree.skeleton, tree.described, tree.reuse)._replace(deltas=tree.deltas)
@@ -161,7 +162,7 @@ def _by_process_0(target: SaveTarget) -> SaveTarget:
     return target._replace(call=coordinator.begin_call("copy", processes="this"))
 
 
-def _staged(target: SaveTarget, skeleton: Skeleton, described: Described, reuse: Reuse | None = None) -> NativePlan:
+def _staged(target: SaveTarget, skeleton: Skeleton, described: Described, reuse: SaveReuse | None = None) -> NativePlan:
     """Assigns the arrays of a live tree to the processes. The supply stages this process's parts.
 
     The leaves that files of earlier steps probably have are staged last; see `StagedSupply`.
@@ -170,8 +171,11 @@ def _staged(target: SaveTarget, skeleton: Skeleton, described: Described, reuse:
     shares = assignment.assign(catalogue, call.count) if call.count > 1 else None
     # In a store that limits the size of objects, `NativeSave` cuts pieces up, and the parts have no keepers.
     if shares and options.copies > 1 and options.hosts and not target.store.object_bytes:
-        shares = keepers.with_keepers(catalogue, shares, options.hosts)
-    shards, data = assignment.select_shards(described, shares, call.index)
+        shares = second_copies.with_keepers(catalogue, shares, options.hosts)
+    if shares is None:
+        shards, data = described.shards, described.data
+    else:
+        shards, data = assignment.select_shards(described, shares, call.index)
     count, deferred = 0, reuse.deferred if reuse else ()
     if deferred:
         order = sorted(range(len(shards)), key=lambda n: shards[n].leaf in deferred)
@@ -198,7 +202,7 @@ def _read_while_written(
     alone = call.count == 1
     described = _describe_view(view, live, slice_bytes if alone else None, target.store.object_bytes if alone else None)
     shares = None if alone else assignment.assign(described.catalogue, call.count)
-    shards, _ = assignment.select_shards(described, shares, call.index)
+    shards = described.shards if shares is None else assignment.select_shards(described, shares, call.index)[0]
     # Reading ahead hides the delay of requests over a network. A file that can be mapped is on a local disk.
     prefetch_groups = _PREFETCH_SLICES if is_unchanged and not view.can_mmap(None) else 0
     block_caller = live is not None and staging is None
@@ -338,9 +342,7 @@ def _slices_of(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
 
 
 def _with_memory_limit(target: SaveTarget, described: Described) -> SaveTarget:
-    """Adds a memory limit if the caller has set none and the copies would take too much of the host's memory."""
-    if target.options.memory_limit is not None:
-        return target
+    """Adds a memory limit if the copies would take too much of the host's memory."""
     copies = sum([shard.nbytes for shard in described.shards if shard.needs_copy])
     if coordinator.is_multi_process():
         target = target._replace(memory_ok=host_memory.host_memory_check(copies))

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from .._processes.calls import Call, error_watcher
+from .._core.calls import Call, error_watcher
 from ..errors import SaveError
 from ..stores.read_errors import is_full
 from ..stores.store import Store
@@ -45,79 +45,68 @@ class Room:
 
     def __init__(self, store: Store, call: Call, maker: RoomMaker | None, step: int | None, check: Callable[[], None]):
         self._store, self._call, self._maker, self._step, self._check = store, call, maker, step, check
-        self._lock = threading.Lock()  # held by the thread that waits for room
-        self._waits = 0  # how often this process has waited for room
+        self._lock = threading.Lock()  # held by the thread that waits for room, and then writes first
         self._error: BaseException | None = None  # the error of the last wait
-        self._decides = False  # True in process 0 while its peers wait for its decision, so that it must not exchange
+        # True in process 0 while its peers wait for its decision, so that it must not exchange
+        self.decides = call.index == 0
 
     def retry(self, path: str, nbytes: int, write: Callable[[], T]) -> T:
         """Calls `write`, which needs `nbytes` bytes of room, until the disk at the path is not full.
 
-        Raises `SaveError` if nothing under way frees room. Several threads may call it at a time.
+        Raises `SaveError` if nothing under way frees room. Several threads may call it: the others wait while one does.
         """
-        while True:
-            waits = self._waits
-            try:
-                return write()
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                with self._lock:
+        with self._lock:
+            while True:
+                try:
+                    return write()
+                except OSError as error:
+                    if not is_full(error):
+                        raise
                     if self._error:
                         raise self._error from error
-                    if waits == self._waits:  # Otherwise another thread has waited since this write.
-                        self._wait(path, nbytes, error)
+                    self._wait(path, nbytes, error)
 
-    def decide(self, decide: Callable[[], T]) -> T:
-        """Calls `decide` in process 0, while the other processes wait for its decision."""
-        self._decides = True
-        try:
-            return decide()
-        finally:
-            self._decides = False
-
-    def gather_and_decide(self, value: Any, decide: Callable[[Sequence[Any]], Any]) -> Any:
+    def gather_and_decide(self, value: Any, decide: Callable[[Sequence[Any]], Any], problem: str = "") -> Any:
         """Does what `Call.gather_and_decide` does, and repeats it until no process waits for room.
 
-        `decide` must not return None, which stands for a process that waits.
+        `decide` must not return None, which stands for a process that waits. With a `problem`, this process waits for
+        room: then it returns None after the first exchange.
         """
-        while (decision := self._exchange(value, None, decide)) is None:
-            pass
-        return decision
+
+        def decide_or_wait(reports: Sequence[Any]) -> Any:
+            if full := [problem for _, problem in reports if problem]:
+                self._wait_for_room(full[0])
+                return None
+            self.decides = True
+            return decide([value for value, _ in reports])
+
+        while True:
+            try:
+                decision = self._call.gather_and_decide([value, problem], decide_or_wait)
+            finally:
+                if problem:
+                    self._call.in_doubt = False  # No commit follows while a process lacks room.
+            if decision is None and self._maker:
+                self._maker.free_on_all_hosts()
+            if problem or decision is not None:
+                return decision
 
     def _wait(self, path: str, nbytes: int, error: OSError) -> None:
         needed = f"{nbytes} bytes" if nbytes else "a new file"
         problem = f"{path}: expected room for {needed}, found {self._free(path)} ({os.strerror(error.errno or 0)})"
         try:
             # While process 0 decides, it cannot begin another exchange. Without a maker no process can free room.
-            if self._decides or self._maker is None:
+            if self.decides or self._maker is None:
                 self._wait_for_room(problem)
             else:
                 self._call.set_activity("waiting for room on the disk")
-                self._exchange(None, problem, _never_called)
+                self.gather_and_decide(None, _never_called, problem)
                 self._call.set_activity("writing")
         except BaseException as failure:
             self._error = failure
             if isinstance(failure, SaveError):
                 raise failure from error
             raise
-        self._waits += 1
-
-    def _exchange(self, value: Any, problem: str | None, decide: Callable[[Sequence[Any]], Any]) -> Any:
-        def decide_or_wait(reports: Sequence[Any]) -> Any:
-            if full := [problem for _, problem in reports if problem]:
-                self._wait_for_room(full[0])
-                return None
-            return self.decide(lambda: decide([value for value, _ in reports]))
-
-        try:
-            decision = self._call.gather_and_decide([value, problem], decide_or_wait)
-        finally:
-            if problem:
-                self._call.in_doubt = False  # No commit follows while a process lacks room.
-        if decision is None and self._maker:
-            self._maker.free_on_all_hosts()
-        return decision
 
     def _free(self, path: str) -> str:
         ask = getattr(self._store, "free_bytes", None)  # Only a file system knows.

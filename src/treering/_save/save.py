@@ -14,12 +14,11 @@ from .._threads.reentry import refuse_reentry
 from ..errors import MismatchError, NotFoundError
 from ..formats.treering import summary
 from ..rules import Rule
-from .info import Info, encode_info
 from .job import start_save
 from .pending import PendingSave, SaveReport
 from .save_reuse import Bases
 from .source import PlainTree, SavedTree, save_view
-from .target import FormatOptions, SaveOptions, SaveTarget, target_of
+from .target import FormatOptions, Info, SaveOptions, SaveTarget, encode_info, target_of
 from .unchanged import UnchangedArrays
 
 _log = logging.getLogger("treering")
@@ -140,7 +139,7 @@ def _start(
     options: SaveOptions,
 ) -> PendingSave:
     place = stores.absolute(path)
-    what = _call_text(place, step)
+    what = f"save({place!r}{'' if step is None else f', step={step}'})"
     refuse_reentry(what)
     call = coordinator.begin_call(what, timeout=timeout, processes=processes)
     with coordinator.ending_call(call):
@@ -161,10 +160,6 @@ def _encode_info_of(tree: Any, step: int | None, metrics: Mapping[str, Any] | No
     return encode_info(step, metrics, metadata)
 
 
-def _call_text(place: str, step: int | None) -> str:
-    return f"save({place!r}{'' if step is None else f', step={step}'})"
-
-
 def preview(
     path: str | os.PathLike[str], ckpt: Checkpoint, options: SaveOptions, step: int | None = None
 ) -> tuple[SaveTarget, View]:
@@ -175,7 +170,7 @@ def preview(
     Raises the errors that `save` raises before it reads arrays.
     """
     place, info = stores.absolute(path), _encode_info_of(ckpt, step, None, None)
-    call = coordinator.begin_call(_call_text(place, None), processes="this")
+    call = coordinator.begin_call(f"save({place!r})", processes="this")
     target = target_of(call, place, info, options)
     view = save_view(ckpt, options.rules, options.dtype, info)
     target.check_info_kept(view)

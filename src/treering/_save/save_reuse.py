@@ -14,17 +14,16 @@ from .._processes.assignment import Piece
 from .._pytree.device_digests import DeviceDigests, Digest
 from .._threads.python_gc import gc_paused
 from ..errors import TreeringError
-from ..formats.treering import manifest, summary
+from ..formats.treering import ledger, manifest, summary
 from ..formats.treering.array_file import ArrayFile
+from ..formats.treering.ledger import Ledger, WrittenFile
 from ..formats.treering.manifest_fields import File
 from ..stores.file_io import read_file
 from ..stores.store import FinishedFile, Store
 from . import layout
-from .info import Info
 from .layout import PlannedFile
 from .saved_arrays import LargeArray, SavedArray, SavedArrays, SavedPart
-from .shared_files import Chosen, SavedFile, SharedFile, WrittenFile, hold, is_damaged, version
-from .target import SaveTarget
+from .target import Info, SaveTarget
 
 _log = logging.getLogger("treering")
 _MAX_SHARED_FILES = 64  # of a save; each takes two descriptors
@@ -40,8 +39,8 @@ class Bases(NamedTuple):
     """The steps whose files a save may share.
 
     paths: of the steps, the newest first.
-    newest_kept: the path of the newest step that stays when retention has followed the save, whose files are not
-        shared. None if all go: then none are shared. "" if no step counts: then all may be.
+    newest_kept: the path of the newest step that stays when retention has followed the save, the neighbor of the new
+        one; see `Ledger`. None if all go: then no files are shared. "" if no step counts: then all may be.
     committed: the paths of all committed steps, in order. The files of all other steps are gone.
     """
 
@@ -59,7 +58,7 @@ class RunState:
     is_new: True until the first save.
     is_sharing: True from the plan of a save that shares files until its commit.
     can_share: False once the disk has refused a link.
-    last_files: by content, the files of the last step in a bucket.
+    ledger: the files of the last steps; in a bucket, of the last step.
     digests: makes those of arrays on accelerators.
     """
 
@@ -68,12 +67,36 @@ class RunState:
     is_new: bool = True
     is_sharing: bool = False
     can_share: bool = True
-    last_files: Mapping[tuple[int, int, str], SavedFile] = dataclasses.field(default_factory=dict)
+    ledger: Ledger = dataclasses.field(default_factory=Ledger)
     digests: DeviceDigests = dataclasses.field(default_factory=DeviceDigests)
+
+    def forget(self) -> None:
+        """Forgets all arrays and files, so that the next save writes all."""
+        self.saved.arrays = {}
+        self.ledger.keep(())
+
+
+class Chosen(NamedTuple):
+    """The files of a save.
+
+    shared: the files that are shared, held open. Their `numbers` are those of the pieces of this save.
+    order: the numbers of the other pieces, in the order of writing.
+    groups: how many successive pieces each file has. A large group may take several files.
+    likely: how many of these pieces, the first ones, have probably not changed. `SaveReuse.same_layout` has files to
+        compare them with.
+    """
+
+    shared: Sequence[WrittenFile]
+    order: Sequence[int]
+    groups: Sequence[int]
+    likely: int = 0
 
 
 class SaveReuse:
-    """What one save may reuse; see `shared_files.Reuse`."""
+    """What one save may reuse. A piece is known by its number in the list of `choose`.
+
+    deferred: the leaves that are copied last, because the files of earlier steps probably have them.
+    """
 
     def __init__(
         self,
@@ -88,9 +111,11 @@ class SaveReuse:
         self._run, self._target, self._entries, self._objects, self._digests = run, target, entries, objects, digests
         self._large: Sequence[LargeArray] = ()
         self._unchanged: Collection[int] = ()  # leaves
-        self._usable: dict[Hashable, SavedFile] = {}  # the newest file of each version that may be shared
+        self._usable: dict[Hashable, WrittenFile] = {}  # the files that may be shared, by their versions
+        self._equal: dict[tuple[int, int, str], WrittenFile] = {}  # those that a server may copy, by their contents
 
     def find_bases(self) -> Any:
+        """Returns the steps whose files the save may share, as JSON. Process 0 calls it."""
         run = self._run
         if self._target.store.sharing == "copies":
             return None
@@ -105,10 +130,16 @@ class SaveReuse:
         return [bases.paths[:_MAX_BASES], bases.newest_kept, list(bases.committed)[-_MAX_BASES:]]
 
     def choose(self, bases: Any, entries: Sequence[Entry], pieces: Sequence[Piece], *, by_shard: bool) -> Chosen | None:
+        """Chooses the files of this process. Returns None if no array is known to be unchanged.
+
+        by_shard: True if the writers must take the shards in order, because memory is limited.
+        """
         run = self._run
         if run.is_sharing:  # The last save has failed, perhaps because of these files.
-            run.saved.forget()
-        if bases is None and self._target.call.count > 1:
+            run.forget()
+        if self._target.store.sharing == "copies":
+            bases, self._equal = None, {file.listed.content: file for file in run.ledger.usable(None).values()}
+        elif bases is None and self._target.call.count > 1:
             bases = _NO_BASES  # Process 0 shares no files.
         self._large = run.saved.large_arrays(entries, pieces)
         unchanged: dict[int, LargeArray] = {}
@@ -116,10 +147,14 @@ class SaveReuse:
         is_new, run.is_new = run.is_new, False
         if is_new and bases is not None:
             call, paths = self._target.call, self._on_own_disk(bases[0][:_MAX_ADOPTED])
-            found = _adopt(run.saved, self._target.store, paths, entries, pieces, self._large, call.index, call.count)
+            found = _adopt(run, self._target.store, paths, entries, pieces, self._large, call.index, call.count)
             ages = {n: _AGES_OF_OBJECTS + 1 + file for n, file in found.items()}
         if bases is not None:
-            self._find_usable(*bases)
+            newest_first, newest_kept, committed = bases
+            neighbor = newest_kept and self._on_own_disk([newest_kept])[0]
+            run.ledger.keep({neighbor, *self._on_own_disk(committed)})
+            if newest_kept is not None:
+                self._usable = run.ledger.usable(neighbor, self._on_own_disk(newest_first))
         for one in () if is_new else self._large:
             if (saved := run.saved.arrays.get(one.tensor)) is None:
                 continue
@@ -147,42 +182,44 @@ class SaveReuse:
             groups, likely = [len(order)], 0
         return Chosen(shared, order, groups, 0 if by_shard else likely)
 
-    def same_layout(self, plan: PlannedFile, numbers: Sequence[int]) -> SharedFile | None:
+    def same_layout(self, plan: PlannedFile, numbers: Sequence[int]) -> WrittenFile | None:
+        """Returns a file, held open, that has the same pieces at the same places as the planned file."""
         for saved in self._usable.values():
             listed = saved.listed
             if (listed.header, listed.size) != (len(plan.header), len(plan.header) + plan.nbytes):
                 continue
             if manifest.xxh3(layout.fill_checksums(plan.header, saved.checksums)) != listed.xxh3:
                 continue
-            if held := hold(self._target.store, saved):
+            if held := ledger.hold(self._target.store, saved):
                 self._run.is_sharing = True
-                return SharedFile(saved, held, numbers)
+                return held._replace(numbers=numbers)
         return None
 
     def same_content(self, listed: File, checksums: str) -> FinishedFile | None:
-        saved = self._run.last_files.get(listed.content)
-        if saved is None or saved.checksums != checksums:
-            return None
-        return saved.finished
+        """Returns a file that the server may copy because it has the same bytes, by the checksums of its blocks."""
+        file = self._equal.get(listed.content)
+        return file.finished if file and file.checksums == checksums else None
 
     def committed(self, files: Sequence[WrittenFile]) -> None:
+        """Notes the files of this process after the commit, in the order of writing. Does not raise."""
         run, path = self._run, self._target.path
         run.is_sharing = False
         if any(one.link_refused for one in files):
             run.can_share = False
             _log.info("%s: unchanged arrays are written at each step, because sharing a file failed", path)
         try:
-            if self._target.store.sharing == "copies":
-                saved = [SavedFile(path, one.listed, one.version, len(one.numbers), one.checksums) for one in files]
-                run.last_files = {file.listed.content: file for file in saved if file.version is not None}
-                versions: Sequence[Hashable] = [None] * len(files)
+            store = self._target.store
+            if store.sharing == "copies":
+                run.ledger.keep(())
             else:
-                versions = [version(self._target.store, path, one.listed) for one in files]
-            noted = list(zip(files, versions, strict=True))
-            run.saved.note(path, noted, self._large, self._objects, self._digests, self._unchanged)
+                files = [file._replace(version=ledger.version(store, path, file.listed)) for file in files]
+            run.ledger.note(path, files)
+            run.saved.note(files, run.ledger.versions(), self._large, self._objects, self._digests, self._unchanged)
+            if store.sharing != "copies":  # The server copies objects of small arrays too.
+                run.ledger.keep_versions({own for one in run.saved.arrays.values() for own in one.versions})
             run.digests.compile()
         except Exception as error:  # The step is committed, so no error may fail the save. Its files are unknown.
-            run.saved.forget()
+            run.forget()
             _log.info("%s: the next save writes all arrays: %s", path, error)
 
     def _on_own_disk(self, paths: Sequence[str]) -> list[str]:
@@ -192,19 +229,7 @@ class SaveReuse:
         run = posixpath.dirname(self._target.path)
         return [posixpath.join(run, posixpath.basename(path)) for path in paths]
 
-    def _find_usable(self, paths: Sequence[str], newest_kept: str | None, committed: Sequence[str]) -> None:
-        saved, kept = self._run.saved, newest_kept and self._on_own_disk([newest_kept])[0]
-        saved.forget_files({kept, *self._on_own_disk(committed)})
-        if kept is None:
-            return
-        newest_first = self._on_own_disk(paths)
-        free = {own: of for own, of in saved.files.items() if kept not in of}
-        for path in newest_first:
-            for own, of in free.items():
-                if path in of:
-                    self._usable.setdefault(own, of[path])
-
-    def _share(self, unchanged: Collection[LargeArray]) -> list[SharedFile]:
+    def _share(self, unchanged: Collection[LargeArray]) -> list[WrittenFile]:
         """Opens the files that the save shares, because all of their arrays are the same objects as before.
 
         Leaves out those that also have other arrays: another reader of safetensors could take these for the new ones.
@@ -215,20 +240,20 @@ class SaveReuse:
             newest = next((own for own in self._usable if own in versions), None)
             if newest is not None:
                 chosen.setdefault(newest, []).extend(one.numbers)
-        fitting = [own for own, numbers in chosen.items() if len(numbers) == self._usable[own].pieces]
-        shared: list[SharedFile] = []
+        fitting = [own for own, numbers in chosen.items() if len(numbers) == len(self._usable[own].numbers)]
+        shared: list[WrittenFile] = []
         for own in sorted(fitting, key=lambda own: -self._usable[own].listed.size)[:_MAX_SHARED_FILES]:
-            saved = self._usable[own]
-            held = hold(self._target.store, saved)
-            if held and (saved.is_own or not is_damaged(held)):
-                shared.append(SharedFile(saved, held, chosen[own]))
+            held = ledger.hold(self._target.store, self._usable[own])
+            if held and not ledger.is_damaged(held):
+                shared.append(held._replace(numbers=chosen[own]))
             else:
-                del self._usable[own], self._run.saved.files[own]
+                del self._usable[own]
+                self._run.ledger.keep_versions(self._run.ledger.usable(None).keys() - {own})
         return shared
 
 
 def _adopt(
-    saved: SavedArrays,
+    run: RunState,
     store: Store,
     paths: Sequence[str],
     entries: Sequence[Entry],
@@ -254,10 +279,8 @@ def _adopt(
         except (TreeringError, OSError) as error:
             _log.info("%s: its files are not shared: %s", path, error)
             continue
-        for number, (file, tensors) in enumerate(opened):
-            saved.files.setdefault(file.version, {})[path] = file
-            if path != paths[0]:
-                continue
+        run.ledger.note(path, [file for file, _ in opened])
+        for number, (file, tensors) in enumerate(opened if path == paths[0] else ()):
             places = {keys[key]: span for key, span in tensors.items() if key in keys}
             found.update(dict.fromkeys(places, number))
             for one in large:
@@ -266,7 +289,7 @@ def _adopt(
                     is_run = all(end == begin for (_, end), (begin, _) in itertools.pairwise(spans))
                     part = SavedPart(file.checksums, (spans[0][0], spans[-1][1]) if is_run else None)
                     arrays[one.tensor] = SavedArray(None, frozenset(), 0, 1, [part])
-    saved.arrays = arrays
+    run.saved.arrays = arrays
     return found
 
 
@@ -275,19 +298,22 @@ def _key(entries: Sequence[Entry], piece: Piece) -> str:
     return manifest.piece_key(entry.path, None if piece.box == full_box(entry.shape) else piece.box)
 
 
-def _open_files(store: Store, path: str, index: int, count: int) -> list[tuple[SavedFile, dict[str, tuple[int, int]]]]:
+def _open_files(
+    store: Store, path: str, index: int, count: int
+) -> list[tuple[WrittenFile, dict[str, tuple[int, int]]]]:
     """Returns the array files of a step that a process has written, and the place of each tensor in them."""
     name = summary.manifest_path(path)
     with gc_paused():
         files = manifest.decode(read_file(store, name), name).files
-    found: list[tuple[SavedFile, dict[str, tuple[int, int]]]] = []
+    found: list[tuple[WrittenFile, dict[str, tuple[int, int]]]] = []
     for listed in files:
         number = listed.name.partition("-of-")[0].rpartition("-")[2]
         if not number.isdecimal() or int(number) % count != index:
             continue
-        own_version = version(store, path, listed)
+        own_version = ledger.version(store, path, listed)
         file = ArrayFile(store, path, listed)
         file.close()
         tensors = {key: tensor.data_offsets for key, tensor in file.header.tensors.items()}
-        found.append((SavedFile(path, listed, own_version, len(tensors), file.header.checksums, False), tensors))
+        one = WrittenFile(path, listed, own_version, file.header.checksums, range(len(tensors)), is_own=False)
+        found.append((one, tensors))
     return found

@@ -1,4 +1,4 @@
-"""The large arrays that a process has saved in a run, and the files that have them."""
+"""The large arrays that a process has saved in a run."""
 
 import itertools
 import weakref
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from .._core.entries import Entry
 from .._processes.assignment import Piece
 from .._pytree.device_digests import Digest
+from ..formats.treering.ledger import WrittenFile
 from ..formats.treering.manifest import BLOCK
-from .shared_files import SavedFile, WrittenFile
 
 MIN_BYTES = 1 << 20  # of an array; it takes 4 µs to look at one and to note it, 1 % of the time to write a megabyte
 
@@ -85,25 +85,11 @@ class SavedArray(NamedTuple):
 
 
 class SavedArrays:
-    """The arrays and files of the last saves.
-
-    arrays: those of the last save, by their tensors.
-    files: by their versions, and then by the paths of the steps that have them.
-    """
+    """The arrays of the last save, by their tensors."""
 
     def __init__(self) -> None:
         self.arrays: Mapping[tuple[Any, ...], SavedArray] = {}
-        self.files: dict[Hashable, dict[str, SavedFile]] = {}
         self._last_pieces: tuple[Any, Sequence[LargeArray]] = (None, ())
-
-    def forget(self) -> None:
-        """Forgets all arrays, so that the next save writes all."""
-        self.arrays, self.files = {}, {}
-
-    def forget_files(self, left: Collection[str | None]) -> None:
-        """Forgets the files of all steps except those with the paths `left`."""
-        files = {own: {path: file for path, file in of.items() if path in left} for own, of in self.files.items()}
-        self.files = {own: of for own, of in files.items() if of}
 
     def large_arrays(self, entries: Sequence[Entry], pieces: Sequence[Piece]) -> Sequence[LargeArray]:
         """Returns the large arrays among the pieces of this process."""
@@ -113,32 +99,24 @@ class SavedArrays:
 
     def note(
         self,
-        path: str,
-        files: Sequence[tuple[WrittenFile, Hashable]],
+        files: Sequence[WrittenFile],
+        versions: Mapping[Any, set[Hashable]],
         large: Sequence[LargeArray],
         objects: Mapping[int, "weakref.ref[Any]"],
         digests: Mapping[int, Digest],
         unchanged: Collection[int],
     ) -> None:
-        """Notes the files of a committed step, each with its version, and the arrays in them.
+        """Notes the arrays in the files of a committed step.
 
+        versions: those of the known files, also of these, by their contents.
         objects: the `jax.Array` of each leaf that has one.
         digests: of the leaves that have one.
         unchanged: the leaves that have the same object or the same digest as in the last save.
         """
-        for of in self.files.values():  # A step that was here before is replaced.
-            of.pop(path, None)
-        saved = [SavedFile(path, one.listed, own, len(one.numbers), one.checksums) for one, own in files]
-        for file in saved:
-            if file.version is not None:  # Objects in a bucket are not shared, so they have none here.
-                self.files.setdefault(file.version, {})[path] = file
-        versions: dict[Any, set[Hashable]] = {}  # of the files with equal contents
-        for own, of in self.files.items():
-            for file in of.values():
-                versions.setdefault(file.listed.content, set()).add(own)
-        by_file = [frozenset(versions.get(file.listed.content, ())) for file in saved]
-        reused = [one.is_reused for one, _ in files]
-        places = _places([one for one, _ in files])
+        known = frozenset[Hashable]().union(*versions.values())
+        by_file = [frozenset(versions.get(file.listed.content, ())) for file in files]
+        reused = [file.is_reused for file in files]
+        places = _places(files)
         arrays: dict[tuple[Any, ...], SavedArray] = {}
         for one in large:
             own = [places[n] for n in one.numbers]
@@ -147,15 +125,15 @@ class SavedArrays:
             own_versions: frozenset[Hashable] = frozenset()
             if own[-1][0] == n:  # A process has all pieces of an array in successive files.
                 is_reused, own_versions = reused[n], by_file[n]
-                parts: Sequence[SavedPart] = [_part(files[n][0], own)]
+                parts: Sequence[SavedPart] = [_part(files[n], own)]
             else:
                 in_files = [(n, list(some)) for n, some in itertools.groupby(own, lambda place: place[0])]
                 is_reused = all(reused[n] for n, _ in in_files)
-                parts = [_part(files[n][0], some) for n, some in in_files]
+                parts = [_part(files[n], some) for n, some in in_files]
             times, equal_times, digest = 0, 0, digests.get(one.leaf)
             if before and is_same:
                 digest = digest or before.digest
-                own_versions |= before.versions & self.files.keys()
+                own_versions |= before.versions & known
                 times = before.times
             elif before:
                 equal = True if is_reused else before.is_equal(parts)
@@ -164,8 +142,6 @@ class SavedArrays:
                 parts = before.parts
             arrays[one.tensor] = SavedArray(array, own_versions, times + 1, equal_times, parts, digest)
         self.arrays = arrays
-        known = {own for one in arrays.values() for own in one.versions}
-        self.files = {own: of for own, of in self.files.items() if of and own in known}
 
 
 def _large_arrays(entries: Sequence[Entry], pieces: Sequence[Piece]) -> list[LargeArray]:

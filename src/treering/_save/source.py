@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from .._core import dtypes, quantized, views
 from .._core.boxes import box_shape
-from .._core.entries import ArrayEntry, check_readable
+from .._core.entries import ArrayEntry, Entry, check_readable
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import join_names
 from .._core.skeleton import Node, Skeleton, containers, rebuild_tree
@@ -17,21 +17,78 @@ from .._core.source import Source, flax_boxes, full_source
 from .._core.values import decode, text_to_floats
 from .._core.views import View
 from .._processes import coordinator
+from .._processes.assignment import Assignment
 from .._pytree import flax, live_tree, variable_levels, walk
-from .._pytree.leaves import Described
+from .._pytree.lazy_supply import ShardSupply
+from .._pytree.leaves import Catalogue, Described
 from .._pytree.live_tree import LiveTree
 from .._restore.checkpoint import Checkpoint
 from .._threads.python_gc import gc_paused
 from ..errors import UnsupportedError
-from .info import Info
-from .shared_files import Deltas, Reuse
-from .target import SaveTarget
+from ..formats.treering.manifest_fields import Base, Delta
+from .save_reuse import SaveReuse
+from .target import Info, SaveTarget
 
 if TYPE_CHECKING:
     from ..rules import Rule
 
 
 _OWN = "_pytree__state"  # NNX's name of the child of an object that is for NNX alone
+
+
+class OwnParts(NamedTuple):
+    """What a process of several writes of the arrays, each part with an entry of its own.
+
+    entries: those of the leaves, and then those of the parts.
+    shares: the parts, by their numbers in `entries`; this process writes all.
+    leaves: for each part, the number of the leaf, and that of its box in the leaf's assignment.
+    """
+
+    entries: Sequence[Entry]
+    shares: Mapping[int, Assignment]
+    leaves: Mapping[int, tuple[int, int]]
+
+
+class Encoded(NamedTuple):
+    """What a save writes instead of its arrays.
+
+    catalogue, shares, supply: as in `plan.NativePlan`.
+    base: the checkpoint that the differences refer to; None without any.
+    differences: for each difference, by the number of its entry: the array, and how it is stored.
+    own: the parts of this process, if several write.
+    """
+
+    catalogue: Catalogue
+    shares: Mapping[int, Assignment] | None
+    supply: ShardSupply
+    base: Base | None = None
+    differences: Mapping[int, tuple[Entry, Delta]] = {}
+    own: OwnParts | None = None
+
+
+class Deltas(Protocol):
+    """What a save stores as differences to another checkpoint; see `_publish.encoder`.
+
+    begun: when the save began, by `time.perf_counter`.
+    """
+
+    begun: float
+
+    def encode(
+        self, target: Any, catalogue: Catalogue, shares: Mapping[int, Assignment] | None, supply: ShardSupply
+    ) -> Encoded:
+        """Returns what to write. Called in the background thread, before anything is written.
+
+        target: the `NativeTarget`. shares: those of all processes; see `plan.NativePlan`.
+        """
+        ...
+
+    def committed(self, identity: str, is_complete: bool) -> None:
+        """Notes that the save is committed.
+
+        identity: that of the checkpoint. is_complete: False in process 0 if the checkpoint has differences.
+        """
+        ...
 
 
 class PlainTree(NamedTuple):
@@ -45,7 +102,7 @@ class PlainTree(NamedTuple):
     skeleton: Skeleton
     described: Described
     leaves: Sequence[Any] = ()
-    reuse: Reuse | None = None
+    reuse: SaveReuse | None = None
     deltas: Deltas | None = None
 
 

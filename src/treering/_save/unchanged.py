@@ -28,10 +28,9 @@ import jax
 from .._pytree.device_digests import Digest
 from .._pytree.leaves import LocalShard
 from . import pending, saved_arrays
-from .info import Info
 from .save_reuse import Bases, RunState, SaveReuse
 from .source import PlainTree, SavedTree
-from .target import SaveTarget
+from .target import Info, SaveTarget
 
 
 class UnchangedArrays:

@@ -10,16 +10,17 @@ from typing import Any
 
 from .. import formats
 from .._core.boxes import Cells, full_box
+from .._core.calls import error_watcher
 from .._core.entries import ArrayEntry, IteratorEntry, StatesEntry
 from .._core.iterator_states import MAX_STATE_BYTES
+from .._core.layouts import Layout, held_by, owner
 from .._core.lazy import ReadAhead
 from .._core.leaf_paths import join_names
 from .._core.source import Written, arrays_of
 from .._core.views import Leaf, View
 from .._processes import assignment, progress_bar
-from .._processes.calls import error_watcher
 from .._processes.consistency import check_consistent
-from .._processes.layouts import Layout, held_by, layout_of, owner
+from .._processes.layouts import layout_of
 from .._pytree.lazy_supply import LazySupply
 from .._pytree.leaves import Catalogue
 from .._restore.checkpoint import Checkpoint

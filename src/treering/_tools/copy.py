@@ -16,7 +16,7 @@ from .._run import run_layout as _run
 from .._run.step_fallback import detect_or_explain, retry_if_replaced
 from ..errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import copy, metrics, pins, summary
-from ..formats.treering.copied_files import CopiedFiles
+from ..formats.treering.ledger import Ledger
 from ..formats.treering.read import Reader
 from ..stores.read_errors import ReplacedError
 from ..stores.store import Store
@@ -99,10 +99,10 @@ class CheckpointCopy(NamedTuple):
             if pins.is_pinned(self.source_store, self.path):
                 pins.pin(self.target_store, self.target, True)
 
-    def make(self, moved: Callable[[int], None], *, absent: bool, copied: CopiedFiles) -> None:
+    def make(self, moved: Callable[[int], None], *, absent: bool, ledger: Ledger) -> None:
         """Copies the checkpoint, repairs its copy, or replaces another checkpoint.
 
-        absent: the target was missing. copied: the files of the checkpoints that were copied before.
+        absent: the target was missing. ledger: the files of the checkpoints that were copied before.
 
         Raises the errors of `formats.treering.copy` and `check_unpinned`, and `ExistsError` if another process wrote
         the target first.
@@ -123,7 +123,7 @@ class CheckpointCopy(NamedTuple):
             self.check_unpinned()
         copy.copy(
             self.source_store, self.path, self.target_store, self.target,
-            overwrite=replaced, on_progress=moved, copied=copied,
+            overwrite=replaced, on_progress=moved, ledger=ledger,
         )  # fmt: skip
 
     def measure(self, moved: Callable[[int], None]) -> None:
@@ -247,11 +247,11 @@ def copy_checkpoints(
     )
     with lock or contextlib.nullcontext():
         # The newest first: a job that needs the copy after an interrupt continues from the newest step.
-        copied = CopiedFiles(links=True)
+        ledger = Ledger(most=2)
         for one, is_same in reversed(same.items()):
             with done._noting_failures(one, single):
                 if not is_same:
-                    copy = functools.partial(one.make, absent=is_same is None, copied=copied)
+                    copy = functools.partial(one.make, absent=is_same is None, ledger=ledger)
                     make = one.measure if dry_run else copy
                     retry_if_replaced(functools.partial(make, done._add_bytes))
                 elif not dry_run:

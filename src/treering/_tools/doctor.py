@@ -13,7 +13,7 @@ from .._run.open import restore
 from .._save.save import save
 from ..errors import CorruptError, NotFoundError
 from ..formats.treering import removal
-from ..stores import survival
+from ..stores import probe
 from ..stores.probe import BYTES_PER_SECOND, Finding, disk_findings, drop_page_cache, median_seconds
 from ..stores.store import Store
 
@@ -31,7 +31,7 @@ def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Find
     store.make_folders(folder, [])
     try:
         findings = [
-            Finding("a tier here survives", survival.survives(store, folder)),
+            Finding("a tier here survives", probe.survives(store, folder)),
             *disk_findings(store, folder),
             *_probe_any_store(store, folder),
             *_probe_rates(store, folder, size),

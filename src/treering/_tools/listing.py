@@ -17,7 +17,7 @@ from .._run.step_fallback import open_in_store
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import pins, removal, summary
 from ..keep import Policy, Saved, with_bases
-from ..stores import survival
+from ..stores import probe
 from ..stores.file_io import is_folder
 from ..stores.read_errors import UnreadableError, raise_if_momentary, reading
 from ..stores.store import Store
@@ -185,7 +185,7 @@ def list_run(
         rows = _mark_deleted(store, place, keep, rows)
         if not_listed:
             _log.warning("%s: these checkpoints have other names and stay: %s", place, join_names(not_listed))
-    survives = survival.survives(store, place) if tier else None
+    survives = probe.survives(store, place) if tier else None
     return Listing(place, tuple(rows), archived, finished, closed, tier, survives, not_listed)
 
 

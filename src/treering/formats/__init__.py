@@ -15,7 +15,7 @@ from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.skeleton import Skeleton
 from .._core.source import Problem, Share, Source
 from ..errors import MismatchError, UnsupportedError
-from ..stores import git_lfs
+from ..stores import file_io
 from ..stores.file_io import is_folder, opened
 from ..stores.nfs import warn_unlistable
 from ..stores.read_errors import UnreadableError, reading
@@ -23,8 +23,8 @@ from ..stores.store import Stat, Store
 from ._shared import file_signatures
 
 if TYPE_CHECKING:
-    from .._processes.calls import Call
-    from .._processes.layouts import Layout
+    from .._core.calls import Call
+    from .._core.layouts import Layout
 
 _log = logging.getLogger("treering")
 
@@ -271,7 +271,7 @@ def detect(store: Store, path: str) -> Format:
                 return format
             reasons.append(f"  {format.name}: {reason}")
     for ending in ("", ".index"):  # A path of TensorFlow's format is only a prefix of file names.
-        git_lfs.check_all(store, path + ending, levels=2)
+        file_io.check_all_fetched(store, path + ending, levels=2)
     what = file_signatures.describe(store, path, lambda inner: is_known(store, inner))
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
     raise UnsupportedError("\n".join([head, *reasons]))

@@ -16,8 +16,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 
 from ..errors import CorruptError, ExistsError, SaveError
-from .directories import close_folder, folder, make_dirs, open_folder, trusted_folder
-from .directory_trees import remove_tree, sync_tree
+from .directories import close_folder, folder, make_dirs, open_folder, remove_tree, sync_tree, trusted_folder
 from .file_sink import FileSink
 from .nfs import warn_foreign_owner, warn_no_locks
 from .posix import MAX_LINKS, Disk, Entry, Opened, is_dir, is_owned_by_another, is_trusted, lstat, read_link

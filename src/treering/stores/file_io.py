@@ -5,12 +5,67 @@ import posixpath
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ..errors import ExistsError, UnsafeError
-from . import git_lfs
+from ..errors import CorruptError, ExistsError, TreeringError, UnsafeError
 from .open_file import File
 from .posix import retry_stale
-from .read_errors import reading
+from .read_errors import raise_read_error
 from .store import Blob, Store
+
+# A pointer of git-lfs: a few lines of text that stand for a large file until git-lfs has fetched it
+MAX_POINTER_BYTES = 1024  # the specification allows no larger one
+_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"
+_MAX_NAMES = 10_000  # names in folders; further ones are not examined
+
+
+def check_fetched(path: str, begin: bytes | bytearray) -> None:
+    """Raises `CorruptError` if the first bytes of a file are those of a pointer of git-lfs."""
+    if begin.startswith(_POINTER_PREFIX):
+        raise CorruptError(f"{path}: found a git-lfs pointer instead of the file; run `git lfs pull` there")
+
+
+def check_blob_fetched(blob: Blob) -> None:
+    """Raises `CorruptError` if an open file is a pointer."""
+    if blob.size <= MAX_POINTER_BYTES:
+        check_fetched(blob.path, blob.read_up_to(len(_POINTER_PREFIX)))
+
+
+def check_all_fetched(store: Store, path: str, *, levels: int = 5) -> None:
+    """Raises `CorruptError` if a file is a pointer, or a folder contains one at most `levels` deep.
+
+    Skips unreadable files.
+    """
+    for file in _files(store, path, levels):
+        try:
+            blob = store.open(file)
+        except (OSError, TreeringError):
+            continue
+        try:
+            check_blob_fetched(blob)
+        except OSError:
+            continue
+        finally:
+            blob.close()
+
+
+def _files(store: Store, path: str, levels: int) -> Iterator[str]:
+    """Yields the small files at a path and below it, down to `levels` folders and up to `_MAX_NAMES` names."""
+    left = _MAX_NAMES
+    stack = [(path, levels)]
+    while stack:
+        place, levels = stack.pop()
+        try:
+            if place != path and store.is_link(place):
+                continue
+            found = store.stat(place)
+            if found is not None and found.is_file and 0 < found.nbytes <= MAX_POINTER_BYTES:
+                yield place
+            elif found is not None and found.is_folder and levels:
+                names = store.list(place)[:left]
+                left -= len(names)
+                stack += [(posixpath.join(place, name), levels - 1) for name in sorted(names, reverse=True)]
+        except (OSError, ValueError):
+            continue
+
 
 _MAX_FILE_BYTES = 2 << 30  # far more than any manifest has
 _MAX_SPARSE_BYTES = 16 << 20  # a larger file with holes is refused: it may claim any size
@@ -25,18 +80,23 @@ def read_file(store: Store, path: str, *, expected: int = 0) -> bytes:
 
     Raises `UnsafeError` for larger files, and `CorruptError` for unreadable files and pointers of git-lfs.
     """
-    with reading(path):
+    try:
         # Another host may also replace the file while it is open, so opening and reading are repeated together.
         return retry_stale(lambda: _read_file(store, path, expected))
+    except OSError as error:
+        raise_read_error(error, path)
 
 
 def _read_file(store: Store, path: str, expected: int) -> bytes:
-    with opened(store, path, expected=expected) as blob:
+    blob = store.open(path, expected=expected)
+    try:
         if blob.size > _MAX_FILE_BYTES or (blob.size > _MAX_SPARSE_BYTES and blob.has_holes):
             raise UnsafeError(f"{path}: {blob.size} bytes, too many to be read at once")
         data = blob.read_up_to(blob.size)
-        git_lfs.check(path, data)
+        check_fetched(path, data)
         return data
+    finally:
+        blob.close()
 
 
 def make_empty(store: Store, path: str) -> None:
@@ -134,8 +194,10 @@ def open_fetched(store: Store, path: str, expected: int = 0, into: memoryview | 
 
 def open_with_checksums(store: Store, path: str, expected: int = 0, into: memoryview | None = None) -> Blob:
     """Does the same for a caller that compares checksums, which show more than the time of the last write."""
-    with reading(path):
-        options: dict[str, Any] = {} if into is None else {"into": into}  # only object stores have this option
+    options: dict[str, Any] = {} if into is None else {"into": into}  # only object stores have this option
+    try:
         blob = store.open(path, expected=expected, **options)
-        git_lfs.check_open(blob)
+        check_blob_fetched(blob)
+    except OSError as error:
+        raise_read_error(error, path)
     return blob

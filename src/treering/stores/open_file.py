@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from .._threads.forks import free_in_children
 from .._threads.pool import in_parallel
 from ..errors import CorruptError
+from .buffers import Range, claim_range
 from .posix import Disk
-from .ranges import Range, claim_range
-from .read_errors import ReplacedError, reading
+from .read_errors import ReplacedError, raise_read_error
 
 _DEFAULT_AWAKE = 256  # watched files that stay open, where the system says no limit
 _POPULATE_CHUNK_BYTES = 4 << 20  # bytes of a mapping that are read at a time
@@ -113,11 +113,14 @@ class File:
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills a buffer from an offset. Raises `CorruptError` if the file ends earlier or cannot be read."""
-        with reading(self.path), self._descriptor() as fd:
-            count = self._disk.read(fd, target, offset)
-            self._check_version(fd)
-            if count != len(target):
-                raise self._cut_short(offset + len(target))
+        try:
+            with self._descriptor() as fd:
+                count = self._disk.read(fd, target, offset)
+                self._check_version(fd)
+                if count != len(target):
+                    raise self._cut_short(offset + len(target))
+        except OSError as error:
+            raise_read_error(error, self.path)
 
     def read_again(self, target: memoryview, offset: int) -> None:
         self.read_into(target, offset)
@@ -152,11 +155,14 @@ class File:
         mappings that Linux allows a process. But a caller must not see what another writes into its arrays. So bytes
         that a caller already has come from another mapping. The pages are not read yet: see `populate`.
         """
-        with reading(self.path), self._descriptor() as fd:
-            self._check_version(fd)
-            if self._disk.size(fd) < self.size:
-                raise self._cut_short(self.size)
-            return self._mapping(fd, ranges)
+        try:
+            with self._descriptor() as fd:
+                self._check_version(fd)
+                if self._disk.size(fd) < self.size:
+                    raise self._cut_short(self.size)
+                return self._mapping(fd, ranges)
+        except OSError as error:
+            raise_read_error(error, self.path)
 
     def _mapping(self, fd: int, ranges: Sequence[Range]) -> mmap.mmap | None:
         with self._lock:
@@ -199,9 +205,11 @@ class File:
             self._check_version(fd)
 
     def _populate(self, fd: int, mapped: mmap.mmap, begin: int, end: int) -> None:
-        with reading(self.path):
+        try:
             if not self._disk.populate(fd, mapped, begin, end - begin):
                 raise self._cut_short(end)
+        except OSError as error:
+            raise_read_error(error, self.path)
 
     def _cut_short(self, expected: int) -> CorruptError:
         return CorruptError(f"{self.path}: expected {expected} bytes, found fewer; it was cut short while open")

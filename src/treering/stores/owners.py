@@ -1,13 +1,8 @@
 """Says who owns a file or directory that this user may not change, and what helps."""
 
 import contextlib
-import functools
 import os
 import stat
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def name_of(user: int) -> str:
@@ -26,24 +21,17 @@ def described(path: str) -> str:
     return ""
 
 
-def names_owner(method: F) -> F:
-    """Decorates a system call that changes a path, so that its `PermissionError` names the owner and what helps."""
+def explain(error: PermissionError, *paths: str) -> None:
+    """Adds to the error of a system call that changes paths who owns the first that this user may not change.
 
-    @functools.wraps(method)
-    def call(disk: Any, path: str, *others: Any) -> Any:
-        try:
-            return method(disk, path, *others)
-        except PermissionError as error:
-            if hasattr(os, "geteuid") and error.strerror == os.strerror(error.errno or 0):
-                # The system's error has no path above an entry of an open directory.
-                error.filename = str(path)
-                for place in (path, *(one for one in others if isinstance(one, str))):
-                    if why := _why(str(place)):
-                        error.strerror = f"{error.strerror}: {why}"
-                        break
-            raise
-
-    return call  # type: ignore[return-value]
+    Does nothing if the error has a text already.
+    """
+    if hasattr(os, "geteuid") and error.strerror == os.strerror(error.errno or 0):
+        error.filename = str(paths[0])  # The system's error has no path above an entry of an open directory.
+        for path in paths:
+            if why := _why(str(path)):
+                error.strerror = f"{error.strerror}: {why}"
+                break
 
 
 def _why(path: str) -> str:

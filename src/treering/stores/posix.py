@@ -18,13 +18,13 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .._threads.forks import free_in_children
 from ..errors import CorruptError
+from . import owners
 from .buffers import PAGE
-from .owners import names_owner
 
 try:
     import fcntl
@@ -107,33 +107,38 @@ def _dir_relative(path: str) -> tuple[str, int | None]:
     return path, None
 
 
-def _changing(path: str) -> contextlib.AbstractContextManager[tuple[str, int | None]]:
-    """Yields the name that is about to change, and the descriptor of its directory; see `open_trusted`."""
-    if isinstance(path, Entry) and path.dir_fd is not None:
-        return contextlib.nullcontext((os.path.basename(path), path.dir_fd))
-    return _changing_in(*os.path.split(path)) if HAS_DIR_FD else contextlib.nullcontext((path, None))
+def _change(path: str, call: Callable[[str, int | None], T], *others: str) -> T:
+    """Calls a system call with the name that it changes, and the descriptor of its directory; see `open_trusted`.
 
-
-@contextlib.contextmanager
-def _changing_in(folder: str, name: str) -> Iterator[tuple[str, int | None]]:
-    dir_fd = open_trusted(folder)
+    A `PermissionError` names the owner and what helps. `others`: other paths that the call needs.
+    """
+    opened: int | None = None
     try:
-        yield name, dir_fd
+        if isinstance(path, Entry) and path.dir_fd is not None:
+            return call(os.path.basename(path), path.dir_fd)
+        if not HAS_DIR_FD:
+            return call(path, None)
+        folder, name = os.path.split(path)
+        opened = open_trusted(folder)
+        return call(name, opened)
+    except PermissionError as error:
+        owners.explain(error, *others, path)
+        raise
     finally:
-        if dir_fd is not None:
-            os.close(dir_fd)
+        if opened is not None:
+            os.close(opened)
 
 
-@contextlib.contextmanager
-def _changing_both(old: str, new: str) -> Iterator[tuple[tuple[str, int | None], tuple[str, int | None]]]:
-    """Yields the same for two names. Opens a directory that both have once."""
-    with _changing(new) as (to, there):
-        is_same = not isinstance(old, Entry) and os.path.dirname(old) == os.path.dirname(new)
+def _change_both(old: str, new: str, call: Callable[[str, int | None, str, int | None], T]) -> T:
+    """Does the same for two names. Opens a directory that both have once."""
+    is_same = not isinstance(old, Entry) and os.path.dirname(old) == os.path.dirname(new)
+
+    def change_new(to: str, there: int | None) -> T:
         if is_same and there is not None:
-            yield (os.path.basename(old), there), (to, there)
-            return
-        with _changing(old) as place:
-            yield place, (to, there)
+            return call(os.path.basename(old), there, to, there)
+        return _change(old, lambda name, dir_fd: call(name, dir_fd, to, there))
+
+    return _change(new, change_new, old)
 
 
 def _fd_or_path(path: str) -> str | int:
@@ -292,17 +297,12 @@ class Disk:
                 raise
             return []
 
-    @names_owner
     def make_dir(self, path: str) -> None:
-        with _changing(path) as (name, dir_fd):
-            os.mkdir(name, dir_fd=dir_fd)
+        _change(path, lambda name, dir_fd: os.mkdir(name, dir_fd=dir_fd))
 
-    @names_owner
     def remove_dir(self, path: str) -> None:
-        with _changing(path) as (name, dir_fd):
-            os.rmdir(name, dir_fd=dir_fd)
+        _change(path, lambda name, dir_fd: os.rmdir(name, dir_fd=dir_fd))
 
-    @names_owner
     def hard_link(self, old: str, new: str) -> bool:
         """Gives a file or link a second name.
 
@@ -310,12 +310,10 @@ class Disk:
         """
         return _hard_link(old, new)
 
-    @names_owner
     def copy_link(self, old: str, new: str) -> None:
         """Makes a symbolic link with the target of another. Raises `FileExistsError` if the name is taken."""
         name, dir_fd = _dir_relative(old)
-        with _changing(new) as (to, there):
-            os.symlink(os.readlink(name, dir_fd=dir_fd), to, dir_fd=there)
+        _change(new, lambda to, there: os.symlink(os.readlink(name, dir_fd=dir_fd), to, dir_fd=there), old)
 
     def set_mode(self, path: str, mode: int) -> None:
         os.chmod(_fd_or_path(path), mode)
@@ -325,7 +323,6 @@ class Disk:
         if hasattr(os, "chown"):
             os.chown(_fd_or_path(path), -1, group)
 
-    @names_owner
     def link(self, old: str, new: str) -> None:
         """Gives a file a second name.
 
@@ -338,29 +335,23 @@ class Disk:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
         self.rename(old, new)
 
-    @names_owner
     def rename(self, old: str, new: str) -> None:
         """Renames a file. It replaces another file in one step."""
-        with _changing_both(old, new) as ((name, dir_fd), (to, there)):
-            os.replace(name, to, src_dir_fd=dir_fd, dst_dir_fd=there)
+        _change_both(old, new, lambda a, at, b, to: os.replace(a, b, src_dir_fd=at, dst_dir_fd=to))
 
-    @names_owner
     def rename_new(self, old: str, new: str) -> None:
         """Moves a directory or file to a free name. Raises `FileExistsError` if the name is taken."""
         if not _renameat2(old, new, _NO_REPLACE):
             if lstat(new):  # If another writer makes it right after this look, only an empty directory can be lost.
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-            with _changing_both(old, new) as ((name, dir_fd), (to, there)):
-                os.rename(name, to, src_dir_fd=dir_fd, dst_dir_fd=there)
+            _change_both(old, new, lambda a, at, b, to: os.rename(a, b, src_dir_fd=at, dst_dir_fd=to))
 
     def exchange(self, a: str, b: str) -> bool:
         """Exchanges two names in one step; returns False where the system cannot."""
         return _renameat2(a, b, _EXCHANGE)
 
-    @names_owner
     def unlink(self, path: str) -> None:
-        with _changing(path) as (name, dir_fd):
-            os.unlink(name, dir_fd=dir_fd)
+        _change(path, lambda name, dir_fd: os.unlink(name, dir_fd=dir_fd))
 
     def sync_dir(self, path: str) -> None:
         """Makes the names in a directory durable."""
@@ -376,7 +367,6 @@ class Disk:
 
     # Writing
 
-    @names_owner
     def create(self, path: str) -> int:
         """Creates a file, open for direct writing where the file system can. Raises `FileExistsError`.
 
@@ -385,32 +375,29 @@ class Disk:
         """
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         mode = 0o666  # Read-only comes when it is complete: file servers may apply the mode to open files too.
-        with _changing(path) as (name, dir_fd):
-            if (direct := getattr(os, "O_DIRECT", 0)) and _filesystem_type(os.path.dirname(path)) != _FUSE_FS_TYPE:
-                try:
-                    return os.open(name, flags | direct, mode, dir_fd=dir_fd)
-                except OSError as error:
-                    if error.errno not in UNSUPPORTED:
-                        raise
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=dir_fd)  # some kernels create the file before they refuse the flag
-            return os.open(name, flags, mode, dir_fd=dir_fd)
+        if (direct := getattr(os, "O_DIRECT", 0)) and _filesystem_type(os.path.dirname(path)) != _FUSE_FS_TYPE:
+            try:
+                return _change(path, lambda name, dir_fd: os.open(name, flags | direct, mode, dir_fd=dir_fd))
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+                with contextlib.suppress(FileNotFoundError):  # some kernels create the file before they refuse the flag
+                    _change(path, lambda name, dir_fd: os.unlink(name, dir_fd=dir_fd))
+        return _change(path, lambda name, dir_fd: os.open(name, flags, mode, dir_fd=dir_fd))
 
     def make_read_only(self, fd: int) -> None:
         """Marks an open file as read-only, where the file system can store that."""
         with contextlib.suppress(OSError, AttributeError):
             os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222)
 
-    @names_owner
     def open_shared(self, path: str) -> int:
         """Opens a small file that outlives its writers, for reading and writing. Creates it if it is missing.
 
         The umask decides which users may write it, as with its directory: a colleague may continue after a killed job.
         A link is not followed, because its target could be any file and must not be overwritten.
         """
-        extra = (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NOFOLLOW"))
-        with _changing(path) as (name, dir_fd):
-            return os.open(name, os.O_CREAT | os.O_RDWR | sum(extra), 0o666, dir_fd=dir_fd)
+        flags = os.O_CREAT | os.O_RDWR | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NOFOLLOW"))
+        return _change(path, lambda name, dir_fd: os.open(name, flags, 0o666, dir_fd=dir_fd))
 
     def lock(self, fd: int) -> bool | None:
         """Takes the file's advisory lock without waiting: False if another process holds it, None without locks.
@@ -627,8 +614,11 @@ def _hard_link(old: str, new: str) -> bool:
     follow = os.link not in os.supports_follow_symlinks
     name, dir_fd = _dir_relative(old)  # It does not change.
     try:
-        with _changing(new) as (to, there):
-            os.link(name, to, src_dir_fd=dir_fd, dst_dir_fd=there, follow_symlinks=follow)
+        _change(
+            new,
+            lambda to, at: os.link(name, to, src_dir_fd=dir_fd, dst_dir_fd=at, follow_symlinks=follow),
+            old,
+        )
     except OSError as error:
         # EIO is an error of the disk, or how some mounts refuse links. The link may exist after such an answer.
         if error.errno == errno.EIO and (found := lstat(old)):
@@ -645,14 +635,16 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
     call = getattr(_libc(), "renameat2", None) if sys.platform == "linux" else None
     if call is None:
         return False
-    with _changing_both(old, new) as ((name, dir_fd), (to, there)):
+
+    def rename(name: str, dir_fd: int | None, to: str, there: int | None) -> bool:
         dir_fd, there = _AT_FDCWD if dir_fd is None else dir_fd, _AT_FDCWD if there is None else there
         if call(dir_fd, os.fsencode(name), there, os.fsencode(to), flags) == 0:
             return True
-        number = ctypes.get_errno()
-    if number in UNSUPPORTED:
-        return False
-    raise OSError(number, os.strerror(number), new)
+        if (number := ctypes.get_errno()) in UNSUPPORTED:
+            return False
+        raise OSError(number, os.strerror(number), new)
+
+    return _change_both(old, new, rename)
 
 
 @functools.cache

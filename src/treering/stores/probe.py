@@ -1,4 +1,4 @@
-"""Measures what a disk supports and how fast it is."""
+"""Measures what a disk supports and how fast it is, and tells what the files there survive."""
 
 import contextlib
 import dataclasses
@@ -10,8 +10,29 @@ import time
 from collections.abc import Callable, Iterator
 
 from .filesystem import Filesystem
-from .posix import UNSUPPORTED, Disk
+from .posix import UNSUPPORTED, Disk, is_in_memory
 from .store import Store
+
+NOTHING = "nothing"
+PROCESS = "the process"
+RESTART = "the process and a restart of the host"
+ANY_HOST = "the loss of any one host"
+ALL_HOSTS = "the loss of all hosts"
+
+
+def is_memory_of_host(store: Store, path: str) -> bool:
+    """Returns True if a directory takes the memory of this host until its files are removed; False if unknown."""
+    return isinstance(store, Filesystem) and is_in_memory(path)
+
+
+def survives(store: Store, path: str) -> str:
+    """Returns what a file at a path survives: one of the constants. A disk of an unknown kind counts as local."""
+    if not isinstance(store, Filesystem):
+        return NOTHING if path.startswith("memory://") else ALL_HOSTS
+    if is_in_memory(path):
+        return PROCESS
+    return ALL_HOSTS if mount_type(path)[1] else RESTART
+
 
 _TIMED_CALLS = 9  # per measurement
 _PAGE_BYTES = 4096  # bytes

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 from collections.abc import Iterator
+from typing import NoReturn
 
 from ..errors import CorruptError, NotFoundError, RequestError, TreeringError
 
@@ -46,9 +47,13 @@ def reading(path: str) -> Iterator[None]:
     """
     try:
         yield
-    except TreeringError:
-        raise
     except OSError as error:
+        raise_read_error(error, path)
+
+
+def raise_read_error(error: OSError, path: str) -> NoReturn:
+    """Raises what `reading` raises for an error of its block."""
+    if not isinstance(error, TreeringError):
         place = error.filename if isinstance(error.filename, str) else path
         if error.errno in _DAMAGE_ERRNOS:
             raise UnreadableError(
@@ -61,7 +66,7 @@ def reading(path: str) -> Iterator[None]:
             ) from error
         if error.filename is None and error.errno is not None:
             error.filename = path
-        raise
+    raise error
 
 
 def is_momentary(error: BaseException) -> bool:

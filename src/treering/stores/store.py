@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
-from .ranges import Range
+from .buffers import Range
 
 ABSENT = "absent"  # the version of a path where nothing exists
 LOCK_NAME = "writer.lock"  # the file or object in a run that its writer holds

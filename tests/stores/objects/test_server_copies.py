@@ -28,7 +28,7 @@ from treering import stores
 from treering._save import saved_arrays
 from treering._tools.listing import freed_bytes
 from treering.errors import TreeringError
-from treering.formats.treering.copied_files import CopiedFiles
+from treering.formats.treering.ledger import CopiedFiles, Ledger
 from treering.formats.treering.manifest_fields import File
 from treering.formats.treering.save_files import SaveFiles
 from treering.stores.memory import MemoryStore
@@ -207,12 +207,14 @@ def test_an_upload_that_is_repeated_copies_again(between: Proxy, run: str, tmp_p
 
 def test_an_overwritten_step_is_forgotten() -> None:
     """A loop that uploads to one path again and again needs no more memory."""
-    copied, sizes = CopiedFiles(), list[int]()
+    ledger, sizes = Ledger(most=2), list[int]()
     for n in range(9):
         files = SaveFiles(MemoryStore(), "memory://run/step-00000001", f"{n:06}")
         sink: Any = types.SimpleNamespace(stored=Stored((f"{n}", None), False))
-        copied.note(files, File(f"arrays-{n:06}", 5, 5, f"{n:016}"), sink)
-        sizes.append(len(pickle.dumps(vars(copied))))
+        copied = CopiedFiles(ledger, files)
+        copied.note(File(f"arrays-{n:06}", 5, 5, f"{n:016}"), sink)
+        copied.end()
+        sizes.append(len(pickle.dumps(vars(ledger))))
     assert sizes[-1] == sizes[2]
 
 
@@ -320,12 +322,12 @@ report(shared)
 
 _HOSTS_JOB = """
 import time
-from treering.formats.treering.copied_files import CopiedFiles
-reuse, reused, shared = CopiedFiles.reuse, [], []
-def observed(self, files, listed):
-    reused[-1] += listed.size * (done := reuse(self, files, listed))
+from treering.formats.treering.ledger import CopiedFiles
+share, reused, shared = CopiedFiles.share, [], []
+def observed(self, listed):
+    reused[-1] += listed.size * (done := share(self, listed))
     return done
-CopiedFiles.reuse = observed
+CopiedFiles.share = observed
 with tr.Checkpointer(URL, local=f"{LOCAL}-{jax.process_index()}", keep_local=tr.keep.last(3)) as ckpts:
     for step in range(1, 7):
         reused.append(0)

@@ -5,8 +5,8 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from ..._core.calls import Call
 from ..._processes import peers
-from ..._processes.calls import Call
 from ...formats.treering import host_files, manifest, summary
 from ...stores.file_io import read_file
 from ...stores.nearest_copy import HeldFile, NearestCopyStore

@@ -11,8 +11,8 @@ import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..._core.calls import Call
 from ..._processes import coordinator
-from ..._processes.calls import Call
 from ..._save.pending import as_save_error
 from ...errors import TreeringError
 from ...formats.treering import host_files, pins, removal

@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..._processes.calls import Call
+from ..._core.calls import Call
 from ..._save.pending import as_save_error
 from ...errors import TreeringError
 from .host_copies import HostCopies

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from ... import stores
+from ..._core.calls import Call, error_watcher
 from ..._core.leaf_paths import join_names
-from ..._processes.calls import Call, error_watcher
 from ...errors import CorruptError, SaveError, TreeringError
 from ...formats.treering import host_files
 from ...formats.treering.copy import copy_files
@@ -133,7 +133,8 @@ def _copy(
     listed = [(msgspec.convert(file, File), holders) for file, holders in mine]
     source = exchange.view(name, {file.name: HeldFile(file.size, holders) for file, holders in listed})
     to_copy = [file for file, _ in listed]
-    copy_files(source, local.path(name), to_copy, files, on_progress=on_progress, copied=local.uploaded)
+    ledger = local.uploads if files and files.store.sharing == "copies" else None
+    copy_files(source, local.path(name), to_copy, files, on_progress=on_progress, ledger=ledger)
 
 
 def _share(

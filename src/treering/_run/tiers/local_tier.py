@@ -11,11 +11,48 @@ import msgspec
 
 from ..._threads.forks import free_in_children
 from ..._threads.preload_decoders import preload_decoders
+from ...errors import TreeringError
 from ...formats.treering import host_files, removal, summary
-from ...formats.treering.copied_files import CopiedFiles
+from ...formats.treering.ledger import Ledger
+from ...stores.lease_registry import LeaseLostError
 from .. import run_layout
+from ..plain_run import PlainRun
 from ..step_catalog import StepCatalog
 from .journal import Claim, Contents, Journal
+
+_log = logging.getLogger("treering")
+
+
+def clear_steps(local: PlainRun, remote: PlainRun, missing: Callable[[], list[int]]) -> None:
+    """Removes the steps of the local tier on this disk, unless steps are missing remotely. Logs errors.
+
+    The journal stays: it says which job has written the run last.
+
+    missing: uploads added metrics, and returns the steps that are to be uploaded.
+    """
+    removed = 0
+    try:
+        steps, valid = local.steps.committed(), {one.step for one in local.valid_steps()}
+        if missing():  # Another thread has saved a step since the last upload.
+            return
+        uploaded = {one.step for one in remote.valid_steps()}
+        for step, path in steps.items():
+            if step not in valid and step not in uploaded:
+                _log.warning("%s: step %d is damaged and not uploaded, so it stays in memory", local.root, step)
+                continue
+            try:
+                local.check_unpinned_and_unlinked(path, pinned=True)
+                local.remove(path, pinned=True)()
+                removed += 1
+            except LeaseLostError:
+                raise
+            except (TreeringError, OSError) as error:
+                _log.warning("%s: step %d stays in memory: %s", local.root, step, error)
+    except (TreeringError, OSError) as error:  # Nothing is lost, so the job still ends well.
+        _log.warning("%s: steps stay in memory: %s", local.root, error)
+    if removed:
+        _log.info("%s: %d steps removed from memory; %s has what `keep` keeps", local.root, removed, remote.root)
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 _log = logging.getLogger("treering")
@@ -50,13 +87,13 @@ preload_decoders(Report, Orders)
 class LocalTier:
     """The steps on one disk. One process of each host changes it; its threads take turns.
 
-    uploaded: the files that this process has uploaded.
+    uploads: the files of the last uploads of this process to a bucket.
     """
 
     def __init__(self, steps: StepCatalog, run: str):
         self.steps, self.store, self.root = steps, steps.store, steps.root
         self.journal = Journal(self.store, self.root, run)
-        self.uploaded = CopiedFiles()
+        self.uploads = Ledger(most=2)
         self._turn = free_in_children(threading.RLock())
 
     def report(self) -> Report:

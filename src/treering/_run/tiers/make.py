@@ -5,7 +5,7 @@ import os
 from ... import stores
 from ...keep import Policy
 from ..failures import Failures
-from ..late_metrics import LateMetrics
+from ..metrics import LateMetrics
 from ..pending_saves import PendingSaves
 from ..plain_run import PlainRun
 from ..retention import Retention

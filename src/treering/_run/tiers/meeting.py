@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..._processes.calls import Call
+from ..._core.calls import Call
 from ...errors import ExistsError, SaveError
 from ...formats.treering import host_files, summary
 from ...stores.file_io import create_in_folder, make_empty

@@ -6,9 +6,9 @@ import os
 import posixpath
 from collections.abc import Iterator, Mapping
 
+from ..._core.calls import Call
 from ..._core.entries import step_number
 from ..._core.leaf_paths import join_names
-from ..._processes.calls import Call
 from ..._save.pending import as_save_error
 from ...errors import CorruptError, MismatchError, NotFoundError
 from ...formats.treering import host_files, summary

@@ -6,22 +6,21 @@ import posixpath
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from ..._core.calls import Call
 from ..._core.entries import step_number
-from ..._processes.calls import Call
 from ...errors import CorruptError, ExistsError, SaveError
 from ...formats.treering import copy, metrics, pins, removal, summary
 from ...keep import Policy, Saved
-from ...stores import survival
+from ...stores import probe
 from ...stores.read_errors import is_full
 from .. import run_layout
 from ..plain_run import PlainRun
 from ..retention import Retention
 from ..step_fallback import StepCopy
-from .clearing import clear_steps
-from .generation import Generation
 from .host_copies import HostCopies
 from .joint_changes import JointChanges
-from .journal import Claim
+from .journal import Claim, Generation
+from .local_tier import clear_steps
 from .tier_reads import TierReads
 from .uploader import Uploader, upload_error
 
@@ -319,7 +318,7 @@ class TieredRun(TierReads):
             self.upload_metrics()  # They may have come after the last upload.
             return self.to_upload()
 
-        if not call.broadcast(lambda: self.claimed and survival.is_memory_of_host(local.steps.store, local.root)):
+        if not call.broadcast(lambda: self.claimed and probe.is_memory_of_host(local.steps.store, local.root)):
             return
         if self.together:
             self.together.wait_for_copies()  # They would bring files back.
@@ -381,7 +380,8 @@ class TieredRun(TierReads):
             overwrite = summary.stat_manifest(remote, to) is not None
             identity = copy.copy(
                 local, path, remote, to,
-                overwrite=overwrite, on_progress=on_progress, others=others, copied=self.tier.uploaded,
+                overwrite=overwrite, on_progress=on_progress, others=others,
+                ledger=self.tier.uploads if remote.sharing == "copies" else None,
             )  # fmt: skip
         except CorruptError:
             if others:  # No restore would find the damage: it would read the remote copy.

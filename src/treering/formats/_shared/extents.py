@@ -13,8 +13,7 @@ import numpy as np
 
 from ..._core.boxes import Box, box_shape, full_box, slices, split_at_gaps
 from ...errors import CorruptError, UnsafeError
-from ...stores.buffers import empty_aligned_array, strided_arrays
-from ...stores.ranges import Range, merge
+from ...stores.buffers import Range, empty_aligned_array, merge, strided_arrays
 from ...stores.store import Blob
 
 _MAX_ELEMENTS = 1 << 58  # elements of an array; NumPy counts bytes in 63 bits

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..._core.calls import SINGLE_PROCESS, Call
 from ..._core.entries import ArrayEntry
 from ..._core.source import Source
-from ..._processes.calls import SINGLE_PROCESS, Call
 from ...errors import UnsupportedError
 from ...stores.file_io import opened
 from ...stores.read_errors import refusal
@@ -14,7 +14,7 @@ from ...stores.store import Store
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..._processes.assignment import Layout
+    from ..._core.layouts import Layout
 
 _MEMBER_MAGIC = b"PK\x03\x04"  # the beginning of the header before each member of a zip file
 _MEMBER_BYTES = 30  # of such a header before the name

@@ -16,7 +16,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, slices
 from ...errors import CorruptError, UnsafeError, UnsupportedError
-from ...stores import git_lfs
+from ...stores import file_io
 from ...stores.buffers import empty_aligned_array
 from ...stores.file_io import opened
 from ...stores.read_errors import reading
@@ -188,7 +188,7 @@ class Array:
             )
         there = check_file(path, there)
         if self._layout.plain and there.nbytes != nbytes:
-            git_lfs.check_all(self.folder.store, path)
+            file_io.check_all_fetched(self.folder.store, path)
             raise CorruptError(f"{path}: expected a chunk of {nbytes} bytes, found {there.nbytes}")
         # Compression can enlarge a chunk, but never by so much.
         if there.nbytes > 2 * nbytes + MAX_METADATA_BYTES:
@@ -196,7 +196,7 @@ class Array:
         if self._layout.blosc:
             with reading(path), opened(self.folder.store, path) as blob:
                 head = blob.read_up_to(16)
-                git_lfs.check_open(blob)
+                file_io.check_blob_fetched(blob)
             self._check_blosc(head, path)
 
     def _check_blosc(self, head: bytes | bytearray, path: str) -> None:

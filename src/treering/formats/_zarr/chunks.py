@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from ..._core import dtypes
 from ..._core.boxes import Box, Cells, box_shape, full_box
+from ..._core.calls import Call
 from ..._core.entries import ArrayEntry
-from ..._processes.assignment import Layout, held_by
-from ..._processes.calls import Call
+from ..._core.layouts import Layout, held_by
 
 _MAX_PARTS = 64  # parts into which a dimension is cut in one step; more only if no smaller factor exists
 _MIN_CHUNK_BYTES = 1 << 16  # bytes; if even chunks would be smaller, a process's part becomes one chunk of any size

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..._threads.forks import UnforkableLibrary
 from ...errors import CorruptError, UnsafeError
-from ...stores import git_lfs
+from ...stores import file_io
 from ...stores.file_io import is_folder, read_file
 from ...stores.read_errors import reading
 from ...stores.store import Stat, Store
@@ -112,7 +112,7 @@ def errors(store: Store, path: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             # Below the file of a database, `path` is not a folder of the store.
             place = path if is_folder(store, path, links=True) else os.path.dirname(path)
-            git_lfs.check_all(store, place)
+            file_io.check_all_fetched(store, place)
         raise CorruptError(f"{path}: {text}") from None
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from ..._core import dtypes, expansion
 from ..._core.boxes import Box, box_shape, full_box, slice_boxes
+from ..._core.calls import Call
 from ..._core.entries import ArrayEntry, Entry
+from ..._core.layouts import Layout
 from ..._core.source import Source
-from ..._processes.assignment import Layout
-from ..._processes.calls import Call
 from ...errors import CorruptError, ExistsError, TreeringError, UnsafeError
 from ...stores.file_io import files_in, is_folder, read_file
 from ...stores.read_errors import raise_if_momentary, reading

@@ -5,7 +5,7 @@ import posixpath
 import unicodedata
 from collections.abc import Callable, Collection, Sequence
 
-from ..._processes.calls import Call, raise_error_of_process_0
+from ..._core.calls import Call, raise_error_of_process_0
 from ...errors import CorruptError, UnsupportedError
 from ...stores.file_io import remove_unused
 from ...stores.nfs import check_shared

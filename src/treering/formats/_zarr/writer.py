@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box
-from ..._processes.calls import SINGLE_PROCESS, Call
+from ..._core.calls import SINGLE_PROCESS, Call
 from ...errors import SaveError
 from ...stores.file_io import files_in
 from ...stores.nfs import refresh_dir_cache, wait_until

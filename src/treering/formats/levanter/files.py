@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from ..._core.calls import Call
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
+from ..._core.layouts import Layout
 from ..._core.leaf_paths import split
 from ..._core.source import Source
-from ..._processes.assignment import Layout
-from ..._processes.calls import Call
 from ...errors import ExistsError, MismatchError, UnsupportedError
 from ...stores.file_io import is_folder
 from ...stores.sequential import file_of_new_folder

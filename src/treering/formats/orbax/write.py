@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._core.boxes import full_box
+from ..._core.calls import Call
 from ..._core.describe import rename_code
 from ..._core.entries import ArrayEntry, Entry, IteratorEntry, ValueEntry
+from ..._core.layouts import Layout
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import Node, Skeleton, build, subtree_end
 from ..._core.source import COMPOSITE, COMPOSITE_V1, HANDLER_FILES, JSON_ITEM, Source, item_names
 from ..._core.values import encode
-from ..._processes.calls import Call
-from ..._processes.layouts import Layout
 from ...errors import MismatchError, UnsupportedError
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store

@@ -15,11 +15,11 @@ import numpy as np
 
 from ..._core import dtypes, skeleton
 from ..._core.boxes import Box
+from ..._core.calls import Call
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
+from ..._core.layouts import Layout
 from ..._core.leaf_paths import join, relative_to, split
 from ..._core.source import Source
-from ..._processes.calls import Call
-from ..._processes.layouts import Layout
 from ...stores.sequential import file_of_new_folder
 from ...stores.store import Store
 from .._shared import state_dict_write as writing

@@ -1,4 +1,7 @@
-"""Array files. The header says where the tensors are and gives the checksum of each block; reading verifies blocks."""
+"""Open array files: their header, and reads that verify the blocks.
+
+The header says where the tensors are and gives the checksum of every block.
+"""
 
 import contextlib
 import logging
@@ -16,9 +19,8 @@ from ..._threads.pool import in_parallel
 from ..._threads.preload_decoders import preload_decoders
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
-from ...stores.buffers import aligned
+from ...stores.buffers import aligned, merge
 from ...stores.file_io import open_with_checksums, opened
-from ...stores.ranges import merge
 from ...stores.read_errors import reading
 from ...stores.store import Store
 from ..safetensors import header as safetensors

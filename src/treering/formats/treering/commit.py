@@ -22,19 +22,21 @@ from .schema import MANIFEST, OWN_FILES
 _log = logging.getLogger("treering")
 
 
-def check_free(store: Store, path: str, *, overwrite: bool) -> list[str]:
-    """Returns the names in the directory at a path. Raises `ExistsError` if a save may not write there."""
-    found = store.stat(path)
-    if found is None and not store.has_folders:
-        return []
-    if found is None:
+def check_free(store: Store, path: str, *, overwrite: bool) -> list[str] | None:
+    """Returns the names in the directory at a path, None if it is missing.
+
+    Raises `ExistsError` if a save may not write there.
+    """
+    if (found := store.stat(path)) is None:
+        if not store.has_folders:
+            return None
         parent = os.path.dirname(path)
         while (above := store.stat(parent)) is None and parent != os.path.dirname(parent):
             parent = os.path.dirname(parent)
-        if above is not None and not above.is_folder:
+        if above is not None and above.kind != "folder":
             raise ExistsError(f"{path}: expected to create a directory, but {parent} is a file; choose another path")
-        return []
-    if not found.is_folder:
+        return None
+    if found.kind != "folder":
         raise ExistsError(f"{path}: expected a free path, found a file; choose another path or remove it")
     names = store.list(path)
     if MANIFEST in names:
@@ -69,14 +71,15 @@ class Transaction(SaveFiles):
         self._overwrite = overwrite
         self._manifest = posixpath.join(path, MANIFEST)
         self._orphans: list[str] = []
-        if any(OWN_FILES.fullmatch(name) for name in names):
+        if names and any(OWN_FILES.fullmatch(name) for name in names):
             self._remove_stale()
         name = f"{MANIFEST}.{self.token}.tmp"
         self._temporary = posixpath.join(path, name)
         try:
             for attempt in range(CREATE_ATTEMPTS):
                 try:
-                    retry(path, 0, self._make_dir)
+                    if names is None or attempt:
+                        retry(path, 0, self._make_dir)
                     self._new_manifest = self.create(name, visible=True)
                     break
                 except FileNotFoundError:  # Another process removed the empty directory as a leftover.
@@ -86,7 +89,7 @@ class Transaction(SaveFiles):
             self.abort()
             raise
 
-    def commit(self, manifest: bytes, check: Callable[[], None] = lambda: None) -> None:
+    def commit(self, manifest: bytes, check: Callable[[], None] | None = None) -> None:
         """Puts the manifest in place, unless `check` raises just before. Then removes what it replaced.
 
         Raises `ExistsError` if another save committed first, and `SaveError` if the commit is in doubt, is not durable,
@@ -99,7 +102,8 @@ class Transaction(SaveFiles):
             if not sink.is_at(path):
                 why = LOCK_ADVICE if self.store.has_locks else "this job may have stood still for too long; save again"
                 raise SaveError(f"{path}: removed by another program while the save was under way; {why}")
-        check()
+        if check:
+            check()
         old = self.store.stat(self._manifest) if self._overwrite else None
         replaced = member_files(self.store, self.path) if old else []
         self.outcome = None  # From here on, an interrupt may leave the manifest in place; `abort` finds out.
@@ -200,7 +204,7 @@ class Transaction(SaveFiles):
 
     def _make_dir(self) -> None:
         """Makes the directory. Its parents are durable when this returns; the commit makes its own name durable."""
-        if self.store.has_folders and self.store.stat(self.path) is None:
+        if self.store.has_folders:
             self.store.make_folders(os.path.dirname(self.path), self.made)
             with contextlib.suppress(FileExistsError):
                 self.store.make_folder(self.path)

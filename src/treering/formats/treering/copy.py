@@ -13,7 +13,7 @@ from ...stores.store import Store
 from . import metrics, pins
 from .array_file import ArrayFile
 from .commit import Transaction
-from .copied_files import CopiedFiles
+from .ledger import CopiedFiles, Ledger
 from .manifest import file_names
 from .manifest_fields import File
 from .read import Reader
@@ -51,7 +51,7 @@ def copy(
     overwrite: bool = False,
     on_progress: OnProgress = lambda nbytes: None,
     others: PeerHosts | None = None,
-    copied: CopiedFiles | None = None,
+    ledger: Ledger | None = None,
 ) -> str:
     """Copies a checkpoint with its pin and the metrics that were added to it. Verifies every byte that it reads.
 
@@ -61,7 +61,7 @@ def copy(
         copy. Nothing remains of an ended copy, except arrays in a store without locks. The next copy or save there
         removes those.
     others: the processes that copy the files, if each host has a disk of its own with a part of them.
-    copied: the files that this process has copied to the run before. Equal ones are neither read nor sent again.
+    ledger: the files that this process has copied to the run before. Equal ones are neither read nor sent again.
 
     Raises `CorruptError` for a damaged checkpoint, `UnsupportedError` for one that a later release wrote,
     `ReplacedError` for one that is deleted during the copy, and the errors of a save.
@@ -83,9 +83,11 @@ def copy(
         if others:
             others.copy(files.token, files, reader.files, on_progress, commit)
         else:
+            copied = CopiedFiles(ledger, files)
             for number, one in enumerate(reader.files):
                 _copy_file(files, one, reader.contents(number), on_progress, copied)
             commit()
+            copied.end()  # An uncommitted checkpoint is no neighbor of the next one.
     except BaseException:
         files.abort()
         raise
@@ -151,19 +153,22 @@ def copy_files(
     files: SaveFiles | None,
     *,
     on_progress: OnProgress,
-    copied: CopiedFiles | None = None,
+    ledger: Ledger | None = None,
 ) -> None:
     """Copies, verified, some array files of a checkpoint, for a `copy` in process 0.
 
     Without `files` it only verifies them, for a `check` in process 0.
     """
+    copied = CopiedFiles(ledger, files) if files else None
     for one in listed:
         opened = ArrayFile(source, path, one)
-        if files:
+        if files and copied:
             _copy_file(files, one, opened.contents(one), on_progress, copied)
         else:
             for _ in opened.contents(one):
                 pass
+    if copied:
+        copied.end()
     if listed and files:
         # Process 0 commits after all hosts have reported. By then the names of these files must be durable.
         files.store.settle(files.path)
@@ -178,18 +183,17 @@ def _copy_file(
     listed: File,
     contents: Iterable[tuple[int, memoryview]],
     on_progress: OnProgress,
-    copied: CopiedFiles | None,
+    copied: CopiedFiles,
 ) -> None:
     on_progress(0)
-    if copied and copied.reuse(files, listed):
+    if copied.share(listed):
         return
     sink = files.create(listed.name, expected=listed.size)
     for offset, buffer in contents:
         on_progress(min(len(buffer), listed.size - offset))
         sink.write(buffer, offset)
     sink.finish(listed.size, read_only=True)
-    if copied:
-        copied.note(files, listed, sink)
+    copied.note(listed, sink)
 
 
 class _Copy(Transaction):
@@ -211,7 +215,7 @@ class _Copy(Transaction):
                 self.abort()
                 raise
 
-    def commit(self, manifest: bytes, check: Callable[[], None] = lambda: None) -> None:
+    def commit(self, manifest: bytes, check: Callable[[], None] | None = None) -> None:
         """Publishes the copy, as `Transaction.commit` does.
 
         If another job has taken the run and removed some of the arrays, the new manifest is removed too: it would name

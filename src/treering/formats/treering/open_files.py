@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from ..._threads.forks import free_in_children
 from ...errors import CorruptError
-from ...stores import git_lfs
+from ...stores import file_io
 from ...stores.file_io import opened, read_file
 from ...stores.read_errors import ReplacedError
 from ...stores.store import Store
@@ -97,7 +97,7 @@ class OpenFiles:
             return
         size = self._current_size(file.name)  # A cached listing may be older than the manifest.
         if size != file.size:
-            git_lfs.check_all(self._store, path)
+            file_io.check_all_fetched(self._store, path)
             problem = "it is cut short" if size < file.size else "it has been changed"
             raise CorruptError(f"{path}: expected {file.size} bytes, found {size}; {problem}")
 

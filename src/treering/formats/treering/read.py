@@ -21,17 +21,16 @@ from ..._core.skeleton import Skeleton
 from ..._core.source import EVERYTHING, Boxes, Problem, Share
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, UnsupportedError
+from ...stores.buffers import merge
 from ...stores.file_io import read_file
-from ...stores.ranges import merge
 from ...stores.read_errors import ReplacedError, raise_if_momentary
 from ...stores.store import Store
 from .._shared import strict_json
 from . import deltas, manifest, metrics, summary, validity
-from .contiguous_leaves import ContiguousLeaves
 from .manifest import BLOCK
 from .manifest_fields import ArrayRow, Base, BoxesOfNodes, File, as_utc
 from .open_files import OpenFiles
-from .piece_locations import PieceLocations, read_objects
+from .piece_locations import ContiguousLeaves, PieceLocations, read_objects
 from .piece_reads import Memory, as_bools, assemble, ranges_by_file
 from .schema import MANIFEST
 
@@ -321,7 +320,7 @@ class Reader:
         self, wanted: Sequence[tuple[ArrayEntry, Box]], verify: bool, mmap: bool | None
     ) -> tuple[list[np.ndarray], dict[int, Memory]]:
         """Returns the boxes of the arrays, and the memory that they may be parts of, by file."""
-        leaves, others = ContiguousLeaves.group_by_file(wanted)
+        leaves, others = ContiguousLeaves.group_by_file(wanted, self.files)
         for number, own in leaves.items():
             own.locate(self._files.get(number).header, functools.partial(self._locations.begin, number))
         rest = [wanted[n] for n in others]

@@ -13,6 +13,7 @@ from ...errors import SaveError
 from ...stores.buffers import aligned
 from ...stores.file_io import remove_unused
 from ...stores.nfs import check_shared
+from ...stores.read_errors import is_full
 from ...stores.store import FinishedFile, Sink, Store, Stored
 from .schema import MANIFEST
 
@@ -32,13 +33,16 @@ class Outcome(enum.Enum):
 
 
 class Retry(Protocol):
-    """Calls `write`, which needs `nbytes` bytes of room, until the disk at a path is not full. Threads may call it."""
+    """Calls `write`, which needs `nbytes` bytes of room, until the disk at a path is not full.
+
+    Threads may call it, one of them at a time does so.
+    """
 
     def __call__(self, path: str, nbytes: int, write: Callable[[], T], /) -> T: ...
 
 
 class RetryingSink:
-    """Writes a file, again where the disk was full. See `Sink` for the methods."""
+    """Writes a file, again where the disk was full, once `retry` has waited for room. See `Sink` for the methods."""
 
     def __init__(self, sink: Sink, retry: Retry):
         self._sink, self._retry = sink, retry
@@ -52,10 +56,21 @@ class RetryingSink:
         return self._sink.stored
 
     def preallocate(self, nbytes: int) -> memoryview | None:
-        return self._retry(self._sink.path, nbytes, lambda: self._sink.preallocate(nbytes))
+        try:
+            return self._sink.preallocate(nbytes)
+        except OSError as error:
+            return self._again(error, nbytes, lambda: self._sink.preallocate(nbytes))
 
     def write(self, data: memoryview, offset: int) -> None:
-        self._retry(self._sink.path, len(data), lambda: self._sink.write(data, offset))
+        try:
+            self._sink.write(data, offset)
+        except OSError as error:
+            self._again(error, len(data), lambda: self._sink.write(data, offset))
+
+    def _again(self, error: OSError, nbytes: int, write: Callable[[], T]) -> T:
+        if not is_full(error):
+            raise error
+        return self._retry(self._sink.path, nbytes, write)
 
     def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
         # Not repeated: the room is allocated, and after a failed sync a second one may succeed although data are lost.
@@ -165,23 +180,19 @@ class SaveFiles:
 
         Raises `SaveError` if another program takes or removes the file again and again.
         """
-        path = posixpath.join(self.path, name)
-        if not waits or self._retry is run_once:
-            return self._create(path, visible, expected)
-        return RetryingSink(self._retry(path, 0, lambda: self._create(path, visible, expected)), self._retry)
-
-    def _create(self, path: str, visible: bool, expected: int) -> Sink:
+        path, retry = posixpath.join(self.path, name), self._retry if waits else run_once
         for attempt in range(CREATE_ATTEMPTS):
             try:
-                sink = self._sinks[path] = self.store.create(path, visible=visible, expected=expected)
-                return sink
+                sink = retry(path, 0, lambda: self.store.create(path, visible=visible, expected=expected))
+                self._sinks[path] = sink
+                return sink if retry is run_once else RetryingSink(sink, retry)
             except FileExistsError:  # Another process takes this file, or that of an earlier attempt, for a leftover.
                 pass
             except FileNotFoundError:
                 if not self._is_per_host:
                     raise
                 # The folder was still empty, and a process that removed leftovers removed the folder too.
-                self.store.make_folders(self.path, self.made)
+                retry(path, 0, lambda: self.store.make_folders(self.path, self.made))
             time.sleep(0.001 * attempt)
         why = LOCK_ADVICE if self.store.has_locks else "stop other jobs that write there, then save again"
         raise SaveError(f"{path}: taken or removed by another program again and again; {why}")

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from ..._threads.pool import in_parallel
 from ...errors import CorruptError
-from ..buffers import copy
-from ..ranges import Range
+from ..buffers import Range, copy
 from ..read_errors import ReplacedError, reading
 from .bucket import Bucket, ObjectMeta
 from .listing_cache import ListingCache

@@ -62,7 +62,7 @@ class Bucket:
         self.conditional = conditional  # requests have conditions, such as If-Match
         self._is_verified = False  # a test has shown that the server obeys conditions and returns stored bytes
         self.is_read_verified = False  # a test has shown that it returns stored bytes; see `round_trip`
-        self.can_copy = True  # False if the server cannot, or once it has failed to; see `server_copy`
+        self.can_copy = True  # False if the server cannot, or once it has failed to; see `upload.copy_version`
         self._clock: tuple[float, float] | None = None  # the server's time, and the local time of that reading
 
     def head(self, key: str) -> ObjectMeta | None:

@@ -15,8 +15,7 @@ from . import round_trip
 from .bucket import Bucket, Version
 from .heartbeat import Heartbeat
 from .request_errors import ChangedError
-from .server_copy import copy_version
-from .upload import Stream, Upload, Uploads
+from .upload import Stream, Upload, Uploads, copy_version
 
 # `finish` puts an object of at most so many bytes before it returns, and a larger one in the background.
 _MAX_FOREGROUND_BYTES = 256 << 10

@@ -28,10 +28,9 @@ from .keys import join_key, relative_key
 from .lease import ObjectLease
 from .listing_cache import ListingCache
 from .request_errors import ChangedError
-from .server_copy import copy_version
 from .sink import ObjectSink
 from .temporary_folder import TemporaryFolder
-from .upload import IN_FLIGHT, OBJECT_BYTES, Stream, Uploads
+from .upload import IN_FLIGHT, OBJECT_BYTES, Stream, Uploads, copy_version
 
 _log = logging.getLogger("treering")
 _MAX_CACHED_OBJECTS = 5000  # With more objects, single requests for those that matter take less time than the listing.

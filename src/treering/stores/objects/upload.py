@@ -1,6 +1,10 @@
-"""Uploads objects: small ones in one request, those of unknown length in parts."""
+"""Uploads objects: small ones in one request, those of unknown length in parts.
+
+Bytes that the server has already are copied there.
+"""
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -9,10 +13,51 @@ from typing import Any
 from ..._threads.forks import free_in_children
 from ..._threads.thread import Latch, Thread, lost_thread, start_threads
 from ..._threads.weak_registry import WeakRegistry
-from ...errors import SaveError
+from ...errors import SaveError, UnsupportedError
 from ..buffers import aligned, round_up
-from .bucket import Bucket, Version
+from ..store import FinishedFile
+from .bucket import Bucket, ObjectMeta, Version
 from .request_errors import is_in_doubt
+
+_log = logging.getLogger("treering")
+
+
+def copy_version(bucket: Bucket, file: FinishedFile, key: str) -> Version | None:
+    """Copies an object of a known size and version to another key of the bucket. Returns the version of the copy.
+
+    Returns None if the bytes must be uploaded: the object is gone or was replaced, or the server refuses. Then the key
+    has no copy, unless an answer of the server was lost. Once the server has refused, this process copies nothing more
+    in the bucket.
+
+    obstore cannot make a copy conditional. So the ETags are compared: if the copy has that of the object, the bytes are
+    equal. Otherwise the object must still have its version once it is copied.
+    """
+    version: Any = file.version
+    source, tag = ObjectMeta(file.path[len(bucket.url) + 1 :], file.nbytes, 0.0, version), version[0]
+    if not bucket.can_copy or tag is None or tag.startswith("W/"):  # Weak ETags may be equal for other bytes.
+        return None
+    try:
+        bucket.copy(source.key, key)
+        made = bucket.head(key)
+        if made and made.nbytes == source.nbytes and (made.version[0] == tag or _is_unchanged(bucket, source)):
+            return made.version
+        bucket.delete([key])  # Wrong bytes must not stay, and an object can only be created at a free key.
+        problem = "it was replaced, or the copy has another size"
+    except FileNotFoundError:
+        problem = "it is gone"
+    except (OSError, UnsupportedError) as error:
+        if bucket.can_copy:
+            bucket.can_copy = False
+            _log.warning("%s: unchanged arrays are uploaded from now on, because copies failed: %s", bucket.url, error)
+        return None
+    _log.info("%s/%s: uploaded again, not copied from %s: %s", bucket.url, key, source.key, problem)
+    return None
+
+
+def _is_unchanged(bucket: Bucket, expected: ObjectMeta) -> bool:
+    found = bucket.head(expected.key)
+    return found is not None and found.is_same(expected)
+
 
 OBJECT_BYTES = 16 << 20  # bytes of an array object, which is put in one request
 IN_FLIGHT = 10  # objects that are uploaded at a time
