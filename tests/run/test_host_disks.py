@@ -8,6 +8,8 @@ import pathlib
 import re
 import shutil
 import signal
+import types
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +17,10 @@ import pytest
 import treering as tr
 from host_jobs import ANY, SIZE, job
 from sampling import sample_points
+from treering import stores
+from treering._run.tiers import exchange
+from treering.errors import NotFoundError, PeerError
+from treering.formats.treering import manifest
 
 
 def _arrays(path: pathlib.Path) -> list[str]:
@@ -979,3 +985,31 @@ report([ckpts.restored_step, is_state(back, 2), bool(looks)])
     assert [result.report[:2] for result in results] == [[2, True]] * 2 and results[0].report[2]
     assert tr.verify(bucket).ok
     _check(bucket, 2)
+
+
+@pytest.mark.parametrize("wrong", [1, 99])
+def test_a_manifest_comes_damaged_from_another_host(tmp_path: pathlib.Path, wrong: int) -> None:
+    """It is read again. The error is no `NotFoundError`, after which a job would begin a new run.
+
+    The peers are a double, because a real connection damages nothing.
+    """
+    tr.save(tmp_path / "a/step-00000001", {"x": 1})
+    data = (tmp_path / "a/step-00000001/treering.json").read_bytes()
+
+    class Peers:
+        reads = 0
+
+        def read_into(self, process: int, folder: str, name: str, target: memoryview, offset: int) -> None:
+            Peers.reads += 1
+            target[:] = bytes(len(data)) if Peers.reads <= wrong else data
+
+    one = object.__new__(exchange.Exchange)
+    one.peers = cast(Any, Peers())
+    disk, there = stores.Filesystem(stores.posix.Disk()), tmp_path / "b"
+    one._local = cast(Any, types.SimpleNamespace(store=disk, path=lambda name: str(there / name)))
+    if wrong == 1:
+        assert one.manifest("step-00000001", manifest.xxh3(data), len(data)) == data
+        return
+    with pytest.raises(PeerError, match=r"expected the manifest from process 0, .* Restore again") as caught:
+        one.manifest("step-00000001", manifest.xxh3(data), len(data))
+    assert not isinstance(caught.value, NotFoundError)

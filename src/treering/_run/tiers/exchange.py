@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, cast
 
 from ..._core.calls import Call
 from ..._processes import peers
+from ...errors import PeerError
 from ...formats.treering import host_files, manifest, summary
 from ...stores.file_io import read_file
 from ...stores.nearest_copy import HeldFile, NearestCopyStore
-from ...stores.read_errors import ReplacedError
+from ...stores.read_errors import READ_ATTEMPTS
 from ...stores.store import Store
 from .local_tier import LocalTier, Report, decode, encode
 
@@ -52,7 +53,7 @@ class Exchange:
         find_remote: returns, in process 0, the path of the same step in the remote tier, or "" if that lacks it. It is
             called for steps that lack files. The other processes cannot compare the steps: they may lack the manifest.
 
-        Raises `ReplacedError` if a manifest is deleted or replaced meanwhile.
+        Raises `PeerError` if a manifest is deleted or replaced meanwhile.
         """
 
         def decide(reports: Sequence[Any]) -> dict[str, Any]:
@@ -90,17 +91,22 @@ class Exchange:
     def manifest(self, name: str, identity: str, nbytes: int) -> bytes:
         """Returns the manifest of a step on this disk, or that of process 0's disk if this one lacks it.
 
-        Raises `ReplacedError` if that disk has another one, or none.
+        Raises `PeerError` if that disk has another one, or none. It is no `NotFoundError`: a job may begin a new run
+        after that, and the step exists.
         """
         path = self._local.path(name)
         if host_files.identity(self._local.store, path) == identity:
             return read_file(self._local.store, summary.manifest_path(path))
         data = bytearray(nbytes)
-        with contextlib.suppress(FileNotFoundError):
-            self.peers.read_into(0, name, posixpath.basename(summary.manifest_path(path)), memoryview(data), 0)
-            if manifest.xxh3(data) == identity:
-                return bytes(data)
-        raise ReplacedError(f"{path}: deleted or replaced on the disk of process 0 meanwhile; restore again")
+        for _ in range(READ_ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError):
+                self.peers.read_into(0, name, posixpath.basename(summary.manifest_path(path)), memoryview(data), 0)
+                if manifest.xxh3(data) == identity:
+                    return bytes(data)
+        raise PeerError(
+            f"{path}: expected the manifest from process 0, which lists this step, found another one or none; it was "
+            "deleted or replaced meanwhile, or damaged on its way. Restore again"
+        )
 
     def find(self, name: str) -> Located | None:
         """Returns a step that the last `locate` has found."""
