@@ -710,8 +710,9 @@ begun, go_on = threading.Event(), threading.Event()
 def hook(report):
     begun.set(); go_on.wait()
 ckpts = tr.Checkpointer({str(tmp_path)!r}, on_save=hook)
-ckpts.save(1, {{"x": 1}})
+saved = ckpts.save(1, {{"x": 1}})
 begun.wait()
+saved.result()  # The hook may begin a moment before, and a child cannot wait for a save of its parent.
 child = os.fork()
 if not child:
     signal.alarm(20)
