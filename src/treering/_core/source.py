@@ -3,6 +3,7 @@
 The functions below ask for what only some sources have, and return a default for the rest.
 """
 
+import contextvars
 import datetime
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -139,15 +140,18 @@ def pieces(source: Source, entry: ArrayEntry, box: Box) -> list[tuple[int, Box]]
     return own(entry, box) if own else [(0, full_box(entry.shape))]
 
 
-def part_of(source: Source, paths: Collection[str]) -> Source:
-    """Returns a source of fewer files that has these leaves; the source itself if it cannot tell which have them."""
-    part: Callable[[Source, Collection[str]], Source | None] | None = getattr(type(source), "part", None)
-    return (part and part(source, paths)) or source
+class Wanted:
+    """The paths of the only leaves that a caller will read, so that a format may open fewer files.
+
+    is_used: True once a format has left out files. The source then lacks leaves, and no error may say what it has.
+    """
+
+    def __init__(self, find: Callable[[], Collection[str]]) -> None:
+        self.find, self.is_used = find, False
 
 
-def opens_later(source: Source) -> bool:
-    """Returns True for a source that opens its files when they are first needed. It has a method `part`."""
-    return hasattr(type(source), "part")  # the source itself, not one of which it is a view
+# A variable, because formats of others implement `open` without such an argument.
+wanted_leaves: contextvars.ContextVar[Wanted | None] = contextvars.ContextVar("wanted_leaves", default=None)
 
 
 def records_kinds(source: Source) -> bool:

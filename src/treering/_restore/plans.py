@@ -15,7 +15,7 @@ from .._core.describe import mismatch_error
 from .._core.entries import ArrayEntry, Entry, visible_shape
 from .._core.leaf_paths import join_names, relative_to
 from .._core.skeleton import LEAF, Node, Skeleton, build, nest_by_path
-from .._core.source import Source, full_source, origins, part_of, records_kinds, static_values, subtree_path
+from .._core.source import Source, full_source, origins, records_kinds, static_values, subtree_path
 from .._core.views import View
 from .._pytree import flax, static, variable_levels, walk
 from .._pytree.leaves import check_no_tracers, is_function
@@ -89,8 +89,6 @@ def by_template(source: Source, like: Any, policy: Policy, name: str, sharding: 
     check_no_tracers(flat_tree.paths, flat_tree.leaves, name)
     if not isinstance(like, Initial):
         walk.check_no_static_tracers(split, name)
-    if policy.extra == "ignore":
-        source = part_of(source, flat_tree.paths)
     template, join = split.tree, split.join
     skeleton, elsewhere = source.skeleton, functools.partial(OutsideState.of, source)
     if source.positional:

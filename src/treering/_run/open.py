@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 from .. import formats, stores
 from .._core import expansion
 from .._core.entries import check_readable, metric_and_mode
+from .._core.source import Wanted, wanted_leaves
 from .._core.tracebacks import hide_internal_frames
 from .._processes import coordinator
 from .._restore.checkpoint import Checkpoint
@@ -77,9 +78,8 @@ def open_prefixed(
     place = stores.absolute(path)
 
     def use(ckpt: Checkpoint) -> Checkpoint:
-        entries = ckpt._source.entries  # A reader may open files when they are first needed: damage is an error here.
         if step is None and ckpt.path != place:  # A named checkpoint may lack leaves.
-            check_readable(entries.values())
+            check_readable(ckpt._source.entries.values())
         return ckpt
 
     return _open_and_use(place, step, use, format, fallback=step is None, prefix=prefix)
@@ -196,7 +196,21 @@ def restore(
             return use(ckpt)
     # Processes that fell back by themselves could end with parts of different steps in one array.
     fallback = step is None and not coordinator.is_multi_process()
-    return _open_and_use(place, step, use, format, fallback=fallback)
+    open_and_use = functools.partial(_open_and_use, place, step, use, format, fallback=fallback)
+    if extra != "ignore" or like is None or at or rules:
+        return open_and_use()
+    from .._pytree import flax, walk  # They import JAX, which opening a checkpoint does not need.
+
+    wanted = Wanted(lambda: walk.flatten_split(flax.split(like)).paths)
+    token = wanted_leaves.set(wanted)
+    try:
+        return open_and_use()
+    except MismatchError:
+        if not wanted.is_used:
+            raise
+    finally:
+        wanted_leaves.reset(token)
+    return open_and_use()  # The error names what the other files have.
 
 
 def _open_native_in_bucket(place: str) -> Checkpoint | None:

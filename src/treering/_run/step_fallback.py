@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 
 from .. import formats, stores
 from .._core.entries import step_number
-from .._core.source import opens_later
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
@@ -50,9 +49,8 @@ def open_in_store(store: Store, path: str, format: str | None = None) -> Checkpo
     try:
         with reading(path), store.glance(path):
             reader = (_detect_format(store, path).open if format is None else formats.get(format).open)(store, path)
-            if not opens_later(reader):
-                reader.check_present()
-                reader.metrics  # noqa: B018 (some readers read them on first use)
+            reader.check_present()
+            reader.metrics  # noqa: B018 (some readers read them on first use)
     except FileNotFoundError as error:
         if isinstance(error, TreeringError):
             raise

@@ -4,22 +4,22 @@ import functools
 import logging
 import os
 import posixpath
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import full_box
-from ..._core.entries import ArrayEntry, Entry, LostEntry, lost_entry
+from ..._core.entries import ArrayEntry, Entry, lost_entry
 from ..._core.leaf_paths import join_names
-from ..._core.source import Source
+from ..._core.source import Source, wanted_leaves
 from ..._core.values import decode_float
 from ..._printable import safe
 from ..._threads.python_gc import gc_paused
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.file_io import open_fetched
-from ...stores.read_errors import raise_if_momentary, reading
+from ...stores.read_errors import raise_if_momentary
 from ...stores.store import Blob, Store
 from .._shared.extents import ExtentLayout, Runs, check_shape, layout
 from .._shared.pieces import Pieces
@@ -43,8 +43,6 @@ class _Opened(NamedTuple):
     pieces: Mapping[str, TensorPiece]  # by key; empty if the tensors are complete
 
 
-# The attributes that a reader gets from its files.
-_OF_THE_FILES = frozenset(("entries", "step", "metrics", "metadata", "nbytes"))
 _Tensor = tuple[str, _Opened | str]  # a key, and its file or the reason why it is lost
 
 
@@ -101,88 +99,26 @@ def open_files(store: Store, path: str, names: Sequence[str]) -> Source:
 
 
 def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), listed: Sequence[str] = ()) -> Source:
-    """Opens the files that an index names; see `_IndexedModel`."""
-    return cast(Source, _IndexedModel(store, path, index, rival, listed))  # It has the rest by `__getattr__`.
-
-
-class _IndexedModel:
-    """The files that an index names, in its folder. It opens them when a caller first needs more than `part`.
+    """Opens the files that an index names, in its folder.
 
     rival: the files of the same model next to the index, which may be left over, as may the index. What is complete is
         opened; raises `UnsupportedError` if both are.
     listed: the names in the folder, if the folder is opened.
     """
-
-    format = "safetensors"
-    skeleton = created = None
-    numbers_are_arrays = False
-    left_out = ()
-
-    def __init__(self, store: Store, path: str, index: str, rival: Sequence[str] = (), listed: Sequence[str] = ()):
-        self.path = path
-        self._place = store, path, index
-        self._rival, self._listed = rival, listed
-        try:
-            self._weights, self._about = index_of(store, index)
-        except CorruptError as error:
-            if len(rival) == 1 and not isinstance(error, UnsafeError):
-                raise CorruptError(f"{error}; to open {safe(rival[0])}, move the index out of the folder") from None
-            raise
-
-    def check_present(self) -> None: ...
-
-    @functools.cached_property
-    def _all(self) -> Source:
-        with reading(self.path):
-            return _open_named(*self._place, self._weights, self._about, self._rival, self._listed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_THE_FILES or callable(found := getattr(_ModelReader, name)) or isinstance(found, property):
-            return getattr(self._all, name)
-        return found
-
-    def part(self, paths: Collection[str]) -> Source | None:
-        """Opens only the files with the tensors at these paths and the other tensors of their modules, such as scales.
-
-        Returns None if that needs all files, or if not everything is as the index says; then the rest decides.
-        """
-        keys = {path_of(key): key for key in self._weights}
-        names = set(self._weights.values())
-        if not keys.keys() >= set(paths) or not names.issuperset(self._rival):
-            return None
-        modules = {_module(keys[path]) for path in paths}
-        weights = {key: name for key, name in self._weights.items() if _module(key) in modules}
-        if not weights or len(set(weights.values())) == len(names):
-            return None
-        about = {key: value for key, value in self._about.items() if key not in _TOTALS}
-        with reading(self.path):
-            found = attempt(lambda: _open_named(*self._place, weights, about))
-        if isinstance(found, CorruptError) or any(isinstance(one, LostEntry) for one in found.entries.values()):
-            return None
-        _log.info("%s: opened %d of %d files", self.path, len(set(weights.values())), len(names))
-        return found
-
-
-def _module(key: str) -> str:
-    """Returns the name of the module that has a tensor."""
-    return key.replace("/", ".").rpartition(".")[0]
-
-
-def _open_named(
-    store: Store,
-    path: str,
-    index: str,
-    weights: Mapping[str, str],
-    about: Mapping[str, Any],
-    rival: Sequence[str] = (),
-    listed: Sequence[str] = (),
-) -> Source:
-    """Opens the files that an index names for its tensors; see `_IndexedModel`."""
     folder = posixpath.dirname(index)
+    try:
+        weights, about = index_of(store, index)
+    except CorruptError as error:
+        if len(rival) == 1 and not isinstance(error, UnsafeError):
+            raise CorruptError(f"{error}; to open {safe(rival[0])}, move the index out of the folder") from None
+        raise
     there = store.stat(index)
     size = 0 if there is None else there.nbytes
     files: dict[str, _Opened] = {}
     damage: dict[str, str] = {}
+    named, every = weights, dict.fromkeys(weights.values())
+    if set(every).issuperset(rival):
+        weights = _wanted(named)
     names = list(dict.fromkeys(weights.values()))
     paths = [posixpath.join(folder, name) for name in names]
     there_are = [attempt(lambda place=place: check_file(store, place, index)) for place in paths]
@@ -199,24 +135,47 @@ def _open_named(
         else:
             tensors.append((key, files[name] if name in files else damage[name]))
     lost = next((why for _, why in tensors if isinstance(why, str)), None)
-    if not set(names).issuperset(rival) and (others := _complete_rival(store, path, index, rival, lost)):
+    if not set(every).issuperset(rival) and (others := _complete_rival(store, path, index, rival, lost)):
         log_others(path, (*rival, posixpath.basename(index)), listed)
         return _reader(store, path, others, ((key, one) for one in others for key in one.header.tensors))
-    elsewhere = set(candidates(listed)).difference(names, [posixpath.basename(index)])
+    elsewhere = set(candidates(listed)).difference(every, [posixpath.basename(index)])
     if names and elsewhere and all(isinstance(one, CorruptError) for one in there_are):
         raise CorruptError(
             f"{index}: expected the files that it names, found none of them ({join_names((*names,))}); fetch them, or "
             f"open another by its own path: {join_names(tuple(sorted(elsewhere)))}"
         )
-    log_others(path, (posixpath.basename(index), *names, *rival), listed)
+    log_others(path, (posixpath.basename(index), *every, *rival), listed)
     for one in files.values():
         refuse_pieces(one.pieces, (), "an index names one file for each tensor; remove it, and open the folder")
     # Tensors that no index names are read as well. If several files have a key, the index decides which file is used.
-    tensors += [(key, found) for found in files.values() for key in found.header.tensors if key not in weights]
-    if lost is None:
+    tensors += [(key, found) for found in files.values() for key in found.header.tensors if key not in named]
+    if lost is None and weights is named:
         _check_total(index, about.get("total_size"), [*files.values()], weights)
     with gc_paused():
         return _reader(store, path, list(files.values()), tensors, size, about)
+
+
+def _wanted(named: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the files of the tensors that the caller will read, and of others in their modules, such as scales.
+
+    Returns all of them if the caller has not said which, or if the index lacks one of those.
+    """
+    if not (wanted := wanted_leaves.get()):
+        return named
+    keys, paths = {path_of(key): key for key in named}, wanted.find()
+    if not keys.keys() >= set(paths):
+        return named
+    modules = {_module(keys[path]) for path in paths}
+    found = {key: name for key, name in named.items() if _module(key) in modules}
+    if not found or len(set(found.values())) == len(set(named.values())):
+        return named
+    wanted.is_used = True
+    return found
+
+
+def _module(key: str) -> str:
+    """Returns the name of the module that has a tensor."""
+    return key.replace("/", ".").rpartition(".")[0]
 
 
 def _complete_rival(
