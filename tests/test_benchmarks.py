@@ -119,10 +119,6 @@ def test_pages_have_the_figures_of_the_results() -> None:
             (r"durable save, 5,000 small leaves \| ([\d.]+) s", seconds(save, "small", 0), 1),
             (r"durable save, 5,000 small leaves \| [\d.]+ s \| ([\d.]+) s", seconds(save, "small", 2, 3), 1),
         ],
-        "docs/index.md": [
-            (r"durable save of 1 GiB takes ([\d.]+) s", seconds(save, "large", 0), 1),
-            (r"\(Orbax [\d.]+: ([\d.]+) s\)", seconds(save, "large", 2, 3), 1),
-        ],
         "docs/migrate/orbax.md": [
             (r"5,000 small leaves takes ([\d.]+) s", seconds(save, "small", 0), 1),
             (r"with Orbax ([\d.]+) s and", seconds(save, "small", 2, 3), 1),

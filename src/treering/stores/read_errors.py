@@ -53,20 +53,24 @@ def reading(path: str) -> Iterator[None]:
 
 def raise_read_error(error: OSError, path: str) -> NoReturn:
     """Raises what `reading` raises for an error of its block."""
-    if not isinstance(error, TreeringError):
-        place = error.filename if isinstance(error.filename, str) else path
-        if error.errno in _DAMAGE_ERRNOS:
-            raise UnreadableError(
-                f"{place}: cannot be read: {error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}); "
-                "restore an earlier step or a copy of this one, and check the disk"
-            ) from error
-        if error.errno == errno.ESTALE:
-            raise ReplacedError(
-                f"{place}: another machine replaced or deleted it while it was open; open it again"
-            ) from error
-        if error.filename is None and error.errno is not None:
-            error.filename = path
-    raise error
+    try:
+        if not isinstance(error, TreeringError):
+            place = error.filename if isinstance(error.filename, str) else path
+            if error.errno in _DAMAGE_ERRNOS:
+                code = errno.errorcode.get(error.errno or 0, error.errno)
+                raise UnreadableError(
+                    f"{place}: cannot be read: {error.strerror} ({code}); "
+                    "restore an earlier step or a copy of this one, and check the disk"
+                ) from error
+            if error.errno == errno.ESTALE:
+                raise ReplacedError(
+                    f"{place}: another machine replaced or deleted it while it was open; open it again"
+                ) from error
+            if error.filename is None and error.errno is not None:
+                error.filename = path
+        raise error
+    finally:
+        del error  # The error's traceback has this frame: each would keep the other, and the callers' frames, alive.
 
 
 def is_momentary(error: BaseException) -> bool:
@@ -76,8 +80,11 @@ def is_momentary(error: BaseException) -> bool:
 
 def raise_if_momentary(error: BaseException) -> None:
     """Raises an error that says nothing about the files, because any conclusion from it would be wrong."""
-    if is_momentary(error):
-        raise error
+    try:
+        if is_momentary(error):
+            raise error
+    finally:
+        del error  # as in `raise_read_error`
 
 
 def refusal(error: TreeringError | OSError, path: str) -> str:
