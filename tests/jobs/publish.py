@@ -1,10 +1,12 @@
 """Bodies of jobs that publish weights, and what they publish."""
 
+import contextlib
 import logging
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import golden_trees
@@ -13,6 +15,8 @@ import treering as tr
 from jobs import process
 from treering import stores
 from treering._save.native_save import NativeSave
+from treering._save.room import Room
+from treering.errors import PeerError
 from treering.stores.objects.store import ObjectStore
 
 
@@ -73,3 +77,34 @@ def publish(first: int, last: int, server: str = "", dies: int = 0) -> None:
             }
             tree["tied"] = tree["rows"]
             publisher.publish(version, {**tree, "n": version}, metrics={"loss": version})
+
+
+def alternating(version: int) -> np.ndarray:
+    """Returns one of two arrays with few differences in each half."""
+    return np.where(np.arange(4000) % 40 == 7, version % 2, 1).astype(np.float32)
+
+
+def publish_while_a_commit_is_missed() -> None:
+    """Publishes three versions, the first and the last with the same array. Process 1 misses the commit of the second.
+
+    To it, process 0 is gone after the commit.
+    """
+    arrays = [process.put(alternating(version), P("x")) for version in (0, 1)]
+    gather = Room.gather_and_decide
+
+    def gather_and_miss(room: Room, *args: Any) -> Any:
+        gather(room, *args)
+        room._call.in_doubt = True
+        raise PeerError("process 0 is gone")
+
+    with tr.Publisher(str(process.tmp / "stream"), timeout=8) as publisher:
+        for version in (1, 2, 3):
+            misses = version == 2 and process.INDEX == 1
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                pytest.raises(PeerError) if misses else contextlib.nullcontext(),
+            ):
+                if misses:
+                    patch.setattr(Room, "gather_and_decide", gather_and_miss)
+                publisher.publish(version, {"w": arrays[version % 2]})
+                publisher.wait()

@@ -574,6 +574,16 @@ def test_a_process_dies_before_the_commit(tmp_path: pathlib.Path) -> None:
         _check_version(tmp_path / "stream", version, version - 1 or None)
 
 
+@pytest.mark.slow
+def test_a_process_that_missed_a_commit(tmp_path: pathlib.Path) -> None:
+    """It still holds the version before the base, whose arrays may be those of the next version."""
+    run_job(tmp_path, "publish.publish_while_a_commit_is_missed", processes=2, devices=1)
+    for version in (1, 2, 3):
+        ckpt = tr.open(tmp_path / "stream", step=version)
+        assert np.array_equal(ckpt["w"], publish.alternating(version)), version
+        assert bool(_reader(str(tmp_path / "stream"), version).made_from) == (version > 1)
+
+
 def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
     """A converted version is complete. A copy of the stream has all that its versions are made from."""
     trees = _history(3)

@@ -290,7 +290,10 @@ class _Save:
             old = base.arrays.get(part.key) if base else None
             if base is None or old is None:
                 return
-            made = deltas.NO_DIFFERENCE if is_same else deltas.difference(array, old, dtypes.itemsize(entry.dtype))
+            # A process that missed the commit of the base knows only that the leaf is that of the version before.
+            is_same_as_base = is_same and base is last
+            size = dtypes.itemsize(entry.dtype)
+            made = deltas.NO_DIFFERENCE if is_same_as_base else deltas.difference(array, old, size)
             if made is None:
                 return
             before = base.checksum(part.key)
