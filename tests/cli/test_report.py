@@ -231,6 +231,12 @@ def test_runs_of_a_directory_are_one_report(run: pathlib.Path, treering: Any, tm
     assert [one["name"] for one in data["runs"]] == ["sweep/a", "run"]
     assert "sweep/c is left out" in data["notes"][0]
     assert treering("report", tmp_path / "sweep", "--compare", 10, 20).code == 2
+    shutil.copytree(run / "step-00000010", tmp_path / "single" / "final")
+    shutil.copytree(run, tmp_path / "single" / "below" / "run")
+    found = treering("report", run, tmp_path / "single", "-o", tmp_path / "some.html")
+    data = _Data((tmp_path / "some.html").read_text("utf-8")).data
+    named = [f"not in the report: {tmp_path / 'single' / name}: expected a run" for name in ("final", "below")]
+    assert found.code == 3 and all(text in found.err for text in named) and len(data["notes"]) == 2
     if chromium.BROWSER is None:
         pytest.skip(chromium.MISSING)
     with chromium.browser(tmp_path) as browser:

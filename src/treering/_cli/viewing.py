@@ -108,7 +108,7 @@ def report(
 
     It reads the arrays of --steps steps, spread evenly over the run; --steps 0 reads none. It replaces an older report.
     Of several runs, or a directory of runs, the page has the metrics in the same charts, and nothing of arrays. If it
-    left out a run, the exit code is 3.
+    left out a run or a checkpoint that is no run, the exit code is 3.
     """
     from .. import stores
     from .._tools import report as tools
@@ -142,7 +142,7 @@ def report(
 
 
 def _several(runs: Sequence[str], prefix: str | None) -> list[str]:
-    """Returns the runs if there are several: those named, and those in directories of runs."""
+    """Returns the runs if there are several: those named, and all that is in directories of runs."""
     from .. import stores
     from .._tools.runs_folder import scan_runs_folder
 
@@ -152,7 +152,8 @@ def _several(runs: Sequence[str], prefix: str | None) -> list[str]:
         place = stores.absolute(run)
         folder = scan_runs_folder(stores.get(place), place, None, prefix)
         is_folder |= bool(folder)
-        found += folder.runs if folder else [place]
+        # The report says of each checkpoint, and of each folder with runs further below, that it is no run.
+        found += [*folder.runs, *folder.checkpoints, *folder.folders_below] if folder else [place]
     return found if is_folder or len(found) > 1 else []
 
 
