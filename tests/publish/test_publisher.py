@@ -8,6 +8,8 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +39,7 @@ from treering.formats.treering.manifest import xxh3
 from treering.formats.treering.manifest_fields import Published
 from treering.formats.treering.read import Reader
 from treering.stores.objects.store import ObjectStore
+from treering.stores.posix import Disk
 
 pytest.importorskip("zstandard")
 
@@ -287,6 +290,22 @@ def test_retention_keeps_what_versions_are_made_from(stream: str) -> None:
         assert_same(tr.open(stream, step=version).restore(trees[0]), trees[version - 1])
 
 
+def test_deletions_of_versions_wait_for_a_slow_sync(
+    tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The background removes the directory of a version once that has no manifest, durably."""
+
+    class Slow(Disk):
+        def sync_dir(self, path: str) -> None:
+            if threading.current_thread().name != "treering-upkeep":
+                time.sleep(0.05)
+            super().sync_dir(path)
+
+    use_disk(Slow())
+    _publish(str(tmp_path / "s"), _history(5), full_every=2, keep=tr.keep.last(1))
+    assert tr.steps(tmp_path / "s") == [5] and "failed" not in caplog.text
+
+
 def test_a_version_that_others_need_is_not_deleted(tmp_path: pathlib.Path) -> None:
     _publish(str(tmp_path), _history(6), full_every=3)
     run = tr.Checkpointer(tmp_path)
@@ -348,7 +367,6 @@ def test_wrong_calls_are_refused_by_name(tmp_path: pathlib.Path, monkeypatch: py
 
 def test_a_failed_version_is_not_a_base(tmp_path: pathlib.Path, use_disk: Any) -> None:
     """The version after a failed one is stored as the difference to the last committed one."""
-    from treering.stores.posix import Disk
 
     full = False
 

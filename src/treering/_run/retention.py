@@ -320,9 +320,11 @@ class Retention:
         for step, path in sorted(unwanted.items(), reverse=True) if bases else unwanted.items():
             try:
                 if step not in bases.values() and not self._is_protected(step, path, linked):
-                    self._deletion_queue.add(f"deleting {path}", self._directory.remove(path, guard=guard))
-                    if bases.pop(step, None) is not None:  # A power cut must not bring it back without its base.
-                        self._steps.store.settle(path)
+                    delete = self._directory.remove(path, guard=guard)
+                    if step in bases:  # A power cut must not bring it back without its base.
+                        self._steps.store.settle(path)  # before the queue removes the directory
+                        del bases[step]
+                    self._deletion_queue.add(f"deleting {path}", delete)
             except MismatchError as error:
                 _log.info("step %d stays: %s", step, error)
             except UnsupportedError as error:
