@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
@@ -230,10 +231,12 @@ def test_total_size(tmp_path: Path, caplog: pytest.LogCaptureFixture, total: Any
 # Pieces
 
 
-def test_a_few_tensors_open_their_files_alone(tmp_path: Path, use_disk: Any) -> None:
-    """Tensors of one module come along: a scale may be in the next file."""
+def test_a_few_tensors_open_their_files_alone(tmp_path: Path, use_disk: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors of one module come along: a scale may be in the next file, also in a module below or above."""
+    caplog.set_level(logging.INFO, "treering")
     names = {f"layer{n}.{part}": f"model-{n:05}-of-00008.safetensors" for n in range(8) for part in ("weight", "bias")}
     names["layer3.bias"] = names["layer4.bias"]
+    names["layer5.weight.state.scale"] = names["layer6.weight"]
     arrays = {key: np.full(3, n, np.float32) for n, key in enumerate(names)}
     for name in dict.fromkeys(names.values()):
         single(tmp_path / "m", {key: arrays[key] for key, file in names.items() if file == name}, name)
@@ -247,6 +250,9 @@ def test_a_few_tensors_open_their_files_alone(tmp_path: Path, use_disk: Any) -> 
         return len({name for name in disk.files if name.endswith(".safetensors")}), [found[key][0] for key in keys]
 
     assert opened("layer1.weight", extra="ignore") == (1, [2])
+    assert "opens 1 of 8 files; 15 leaves are in the others" in caplog.text
+    assert opened("layer5.weight", extra="ignore") == (2, [10])
+    assert opened("layer5.weight.state.scale", extra="ignore") == (2, [16])
     assert opened("layer3.weight", extra="ignore") == (2, [6])
     assert opened("layer7.bias", "layer0.weight", extra="ignore") == (2, [15, 0])
     assert opened("layer1.weight", extra=["*"]) == (8, [2])

@@ -6,6 +6,7 @@ The changes that every process of a job makes together are here too: pins, delet
 import itertools
 import posixpath
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .._core.entries import step_number
 from ..formats.orbax import run as orbax
@@ -13,12 +14,14 @@ from ..formats.treering import removal as native
 from ..formats.treering import summary
 from ..stores import lease_registry
 from ..stores.store import Store
-from .collective import CollectiveCalls
 from .run_directory import RunDirectory, Together
 from .run_layout import BEFORE_FIRST_STEP, RunLayout
 
+if TYPE_CHECKING:
+    from .collective import CollectiveCalls  # It imports JAX, which a removal by the command line does not need.
 
-def pin(collective: CollectiveCalls, directory: RunDirectory, step: int, wanted: bool) -> None:
+
+def pin(collective: "CollectiveCalls", directory: RunDirectory, step: int, wanted: bool) -> None:
     """Marks a step never to be deleted, or removes the mark. See `Checkpointer.pin` and `unpin`."""
     what = f"{'pin' if wanted else 'unpin'}({step})"
     _change(
@@ -27,7 +30,7 @@ def pin(collective: CollectiveCalls, directory: RunDirectory, step: int, wanted:
     )  # fmt: skip
 
 
-def delete(collective: CollectiveCalls, directory: RunDirectory, step: int) -> None:
+def delete(collective: "CollectiveCalls", directory: RunDirectory, step: int) -> None:
     """Deletes a step. See `Checkpointer.delete`."""
     _change(
         collective, directory, f"delete({step})",
@@ -35,7 +38,7 @@ def delete(collective: CollectiveCalls, directory: RunDirectory, step: int) -> N
     )  # fmt: skip
 
 
-def rewind(collective: CollectiveCalls, directory: RunDirectory, step: int | None) -> None:
+def rewind(collective: "CollectiveCalls", directory: RunDirectory, step: int | None) -> None:
     """Archives the steps after a step, or all. See `Checkpointer.rewind`."""
     number = BEFORE_FIRST_STEP if step is None else step
     collective.check_open()
@@ -47,7 +50,7 @@ def rewind(collective: CollectiveCalls, directory: RunDirectory, step: int | Non
 
 
 def _change(
-    collective: CollectiveCalls,
+    collective: "CollectiveCalls",
     directory: RunDirectory,
     what: str,
     action: Callable[[], object],

@@ -118,7 +118,7 @@ def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), l
     damage: dict[str, str] = {}
     named, every = weights, dict.fromkeys(weights.values())
     if set(every).issuperset(rival):
-        weights = _wanted(named)
+        weights = _wanted(named, path)
     names = list(dict.fromkeys(weights.values()))
     paths = [posixpath.join(folder, name) for name in names]
     there_are = [attempt(lambda place=place: check_file(store, place, index)) for place in paths]
@@ -155,27 +155,41 @@ def open_index(store: Store, path: str, index: str, rival: Sequence[str] = (), l
         return _reader(store, path, list(files.values()), tensors, size, about)
 
 
-def _wanted(named: Mapping[str, str]) -> Mapping[str, str]:
+def _wanted(named: Mapping[str, str], path: str) -> Mapping[str, str]:
     """Returns the files of the tensors that the caller will read, and of others in their modules, such as scales.
 
-    Returns all of them if the caller has not said which, or if the index lacks one of those.
+    Some libraries keep scales in modules of their own, up to two levels below or above. Returns all of them if the
+    caller has not said which, or if the index lacks one of those.
     """
     if not (wanted := wanted_leaves.get()):
         return named
     keys, paths = {path_of(key): key for key in named}, wanted.find()
     if not keys.keys() >= set(paths):
         return named
-    modules = {_module(keys[path]) for path in paths}
-    found = {key: name for key, name in named.items() if _module(key) in modules}
-    if not found or len(set(found.values())) == len(set(named.values())):
+    modules = {_module(keys[one]) for one in paths}
+    around = modules.union(*map(_above, modules))
+    found = {
+        key: name
+        for key, name in named.items()
+        if (module := _module(key)) in around or not modules.isdisjoint(_above(module))
+    }
+    files, every = len(set(found.values())), len(set(named.values()))
+    if not found or files == every:
         return named
     wanted.is_used = True
+    _log.info("%s: opens %d of %d files; %d leaves are in the others", path, files, every, len(named) - len(found))
     return found
 
 
 def _module(key: str) -> str:
     """Returns the name of the module that has a tensor."""
     return key.replace("/", ".").rpartition(".")[0]
+
+
+def _above(module: str) -> tuple[str, str]:
+    """Returns the modules one and two levels above a module. The top has the name ""."""
+    parent = module.rpartition(".")[0]
+    return parent, parent.rpartition(".")[0]
 
 
 def _complete_rival(
