@@ -75,7 +75,7 @@ lint: $(VENV)/lint
 docs: $(VENV)/docs $(PAGES)
 	rm -rf site && mkdir -p site/source/benchmarks && cp -r docs examples *.md LICENSE site/source
 	cp -r benchmarks/results site/source/benchmarks
-	mkdir site/source/js && cp js/README.md site/source/js
+	mkdir site/source/js && cp js/*.md site/source/js
 	$(RUN) -m sphinx -q -W --keep-going -c docs/site -d site/doctrees site/source site/html
 
 # The wheel and the sdist, in dist: their contents, the bytes of a second build, and the demo with the wheel alone.
