@@ -1,7 +1,8 @@
 """Makes small mistakes in the library and looks which test notices: ``PYTHONPATH=tests python -m mutants``.
 
 ``choose`` takes some mutants of each folder at random, the same for the same seed, and lists them in ``mutants.tsv``
-next to this file. ``cover`` runs the tests once and notes which of them execute which lines; it needs pytest-cov.
+next to this file. ``add`` takes some of named files, in place of those whose file is gone. ``cover`` runs the tests
+once and notes which of them execute which lines; it needs pytest-cov.
 ``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line, and then
 those of its folder. It notes the first test that failed; ``survives`` is what none has noticed. A suite that has
 changed is run again with ``run --again``: it must notice what the one before has noticed.
@@ -58,6 +59,18 @@ def choose(seed: int, each: int) -> None:
         for file, one in sorted(random.Random(f"{seed} {folder}").sample(known, each), key=lambda row: str(row[0])):
             path = file.relative_to(_ROOT / "src" / "treering").as_posix()
             rows.append({"file": path, "number": one.number, "line": one.line, "what": one.what, "noticed": ""})
+    _write(rows)
+
+
+def add(files: list[str], seed: int, each: int) -> None:
+    """Adds mutants of files to the table, and drops those of files that are gone."""
+    source = _ROOT / "src" / "treering"
+    rows = [row for row in _read() if (source / row["file"]).exists()]
+    for file in files:
+        known = mutants((source / file).read_text())
+        chosen = sorted(random.Random(f"{seed} {file}").sample(known, each), key=lambda one: one.line)
+        fields = ({"number": str(one.number), "line": str(one.line), "what": one.what} for one in chosen)
+        rows += [{"file": file, **one, "noticed": ""} for one in fields]
     _write(rows)
 
 
@@ -161,12 +174,18 @@ def main() -> None:
     chooses = commands.add_parser("choose")
     chooses.add_argument("--seed", type=int, default=0)
     chooses.add_argument("--each", type=int, default=11, help="mutants of each folder (default: 11)")
+    adds = commands.add_parser("add")
+    adds.add_argument("files", nargs="+", help="below src/treering")
+    adds.add_argument("--seed", type=int, default=0)
+    adds.add_argument("--each", type=int, default=2, help="mutants of each file (default: 2)")
     commands.add_parser("cover")
     runs = commands.add_parser("run")
     runs.add_argument("--again", action="store_true", help="run those that were noticed once more")
     arguments = parser.parse_args()
     if arguments.command == "choose":
         choose(arguments.seed, arguments.each)
+    elif arguments.command == "add":
+        add(arguments.files, arguments.seed, arguments.each)
     elif arguments.command == "cover":
         _cover()
     else:

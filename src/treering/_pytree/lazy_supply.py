@@ -13,7 +13,7 @@ from .._core.boxes import Box
 from .._core.source import Source
 from .._threads.pool import Task
 from .._threads.reentry import non_reentrant
-from .._threads.thread import Latch, Thread
+from .._threads.thread import Latch, Thread, if_free
 from . import devices
 from .leaves import SLICE_BYTES, LocalShard
 from .staged_supply import Bytes, StagedSupply
@@ -27,7 +27,7 @@ class _Group:
 
     def __init__(self, first: int, last: int, remaining_bytes: int):
         self.first, self.last, self.remaining_bytes = first, last, remaining_bytes
-        self.lock = threading.Lock()  # held while they are read, so that other writers that need them wait
+        self.lock = threading.RLock()  # held while they are read, so that other writers that need them wait
         self.arrays: list[Any] | None = None
         self.job: Task | None = None  # reads them before a writer asks for them
 
@@ -103,12 +103,13 @@ class LazySupply:
 
     def _begin(self, group: _Group) -> None:
         """Starts to read a group in a thread, unless a writer reads it already or none needs it."""
-        if group.lock.acquire(blocking=False):
-            try:
-                if group.arrays is None and group.job is None and group.remaining_bytes:
-                    group.job = Task(functools.partial(self._read_group, group))
-            finally:
-                group.lock.release()
+
+        def begin() -> bool:
+            if group.arrays is None and group.job is None and group.remaining_bytes:
+                group.job = Task(functools.partial(self._read_group, group))
+            return True
+
+        if_free(group.lock, begin)
 
     def _read_group(self, group: _Group) -> list[Bytes]:
         with self._read_lock:

@@ -21,6 +21,20 @@ _MAX_WAIT_SECONDS = 0.5  # A waiting thread looks at the flag this often. An int
 _POLL_SECONDS = 0.01  # between looks at a thread that starts
 
 
+def if_free(lock: "threading.RLock", action: Callable[[], bool]) -> bool:
+    """Returns the result of an action that holds a lock meanwhile; False, without waiting, if another thread has it.
+
+    The lock is one that only its owner can release. So a ctrl-C right after `acquire` does not leave it held.
+    """
+    try:
+        return lock.acquire(blocking=False) and action()
+    finally:
+        try:
+            lock.release()
+        except RuntimeError:  # Another thread has it.
+            pass
+
+
 class Latch:
     """A `threading.Event` that still works after a ctrl-C at any point of its methods.
 

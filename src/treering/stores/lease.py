@@ -19,6 +19,7 @@ import msgspec
 
 from .._threads.forks import free_in_children
 from .._threads.preload_decoders import preload_decoders
+from .._threads.thread import if_free
 from ..errors import CorruptError, ExistsError, SaveError, UnsupportedError
 from . import lease_registry, owners, posix
 from .directories import make_dirs, trusted_folder
@@ -274,15 +275,14 @@ def _release_unless_busy(entries: list[_Entry]) -> bool:
     The garbage collector may call this in any thread, even in one that the holder of `_acquire_lock` waits for. So it
     must not wait for that lock.
     """
-    if not _acquire_lock.acquire(blocking=False):
-        return False
-    try:
+
+    def release() -> bool:
         for entry in entries:
             _release(entry.disk, entry.held)
             _registry.pop(id(entry.held), None)
-    finally:
-        _acquire_lock.release()
-    return True
+        return True
+
+    return if_free(_acquire_lock, release)
 
 
 def _release(disk: Disk, held: list[_HeldLock]) -> None:

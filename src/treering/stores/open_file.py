@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 from .._threads.forks import free_in_children
 from .._threads.pool import in_parallel
+from .._threads.thread import if_free
 from ..errors import CorruptError
 from .buffers import Range, claim_range
 from .posix import Disk
@@ -100,16 +101,14 @@ class File:
 
         It does not wait: the thread that uses the file may be waiting for the caller's file.
         """
-        if not self._lock.acquire(blocking=False):
+        return if_free(self._lock, self._sleep)
+
+    def _sleep(self) -> bool:
+        if self._users or self._asleep or not self._close.alive:
             return False
-        try:
-            if self._users or self._asleep or not self._close.alive:
-                return False
-            self._asleep = _identity(self._fd)
-            self._close()
-            return True
-        finally:
-            self._lock.release()
+        self._asleep = _identity(self._fd)
+        self._close()
+        return True
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills a buffer from an offset. Raises `CorruptError` if the file ends earlier or cannot be read."""
