@@ -23,7 +23,7 @@ from unittest import mock
 import xxhash
 
 from treering import stores
-from treering._save import native_save
+from treering._save import save_manifest
 from treering.formats.treering import metrics
 from treering.stores import lease
 from treering.stores.posix import Disk
@@ -314,7 +314,7 @@ def _repeatable(process: Callable[[], int]) -> Iterator[None]:
     clock = types.SimpleNamespace(now=lambda zone: datetime.datetime.fromtimestamp(draw(), zone))
     with (
         mock.patch.object(os, "urandom", lambda nbytes: draw().to_bytes(nbytes, "big")),
-        mock.patch.object(native_save, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)),
+        mock.patch.object(save_manifest, "datetime", types.SimpleNamespace(datetime=clock, UTC=datetime.UTC)),
         mock.patch.object(metrics, "time", types.SimpleNamespace(time_ns=draw)),
         mock.patch.object(lease, "_new_writer_record", return_value=b"a process"),
     ):

@@ -24,86 +24,45 @@ outcome; a manifest for each process, because a reader would need all to see one
 without a temporary manifest, because a leftover then looks like a file of a running save.
 """
 
-import datetime
 import functools
 import itertools
 import logging
-import math
 import posixpath
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from .._core.boxes import Box, Cells, full_box
+from .._core.boxes import full_box
 from .._core.calls import Call, raise_error_of_process_0
-from .._core.entries import ArrayEntry
-from .._core.skeleton import Skeleton
 from .._core.source import Written
 from .._processes import assignment
-from .._processes.assignment import Assignment, Piece
+from .._processes.assignment import Piece
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.leaves import Catalogue
 from .._threads.pool import ThreadPool
-from .._threads.preload_decoders import preload_decoders
 from .._threads.python_gc import gc_paused
-from ..errors import SaveError, TreeringError, UnsupportedError
+from ..errors import SaveError, TreeringError
 from ..formats.treering import host_files, ledger, manifest
 from ..formats.treering.commit import Transaction
 from ..formats.treering.ledger import WrittenFile
 from ..formats.treering.manifest_fields import (
-    BoxesOfNodes,
-    Delta,
     File,
-    Layout,
-    Manifest,
-    Placement,
     Published,
-    delta_row,
-    parts_row,
 )
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
-from . import array_files, layout, second_copies
+from . import array_files, layout, save_manifest, second_copies
 from .array_files import FilePlan
 from .layout import PlannedFile
-from .room import Room, RoomMaker
-from .save_reuse import SaveReuse
+from .room import Room
+from .save_manifest import Job, ReportedPart
 from .second_copies import OptionalSink, PlannedCopy
-from .source import Deltas, Encoded, OwnParts
-from .target import Info
 
 _log = logging.getLogger("treering")
 _PART_BYTES = 1 << 20  # of a manifest that is sent at a time; a message may have four times as many
-
-
-class Job(NamedTuple):
-    """The contents and the path of a save.
-
-    `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
-    for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
-    is None. `room_maker` frees room if a disk is full. `reuse` finds arrays that earlier steps have; None writes all.
-    `deltas` has made the differences that `encoded` describes.
-    """
-
-    path: str
-    overwrite: bool
-    tree: Skeleton
-    catalogue: Catalogue
-    shares: Mapping[int, Assignment] | None
-    info: Info
-    hosts: tuple[int, ...] | None = None
-    room_maker: RoomMaker | None = None
-    reuse: SaveReuse | None = None
-    deltas: Deltas | None = None
-    encoded: Encoded | None = None
-
-    @property
-    def own(self) -> OwnParts | None:
-        """The parts of arrays that this process writes; None if it writes its shares of the leaves."""
-        return self.encoded and self.encoded.own
 
 
 class Committed(NamedTuple):
@@ -121,25 +80,6 @@ class Committed(NamedTuple):
     differing: list[str]
     problem: str | None
     identity: str
-
-
-class ReportedPart(msgspec.Struct, array_like=True, frozen=True):
-    """A part of an array that a process has written.
-
-    leaf, box: the numbers of the leaf and of its box; see `OwnParts`.
-    file: the number of the file among those of the process.
-    delta: how the part is a difference; None if it is stored as it is.
-    """
-
-    leaf: int
-    box: int
-    file: int
-    delta: Delta | None
-
-
-preload_decoders(ReportedPart)
-# Arrays with differences, by leaf. Those of an array with several parts are in the order of its grid.
-_Differences = Mapping[int, tuple[Any, Delta | Sequence[Delta | None]]]
 
 
 class NativeSave:
@@ -332,10 +272,10 @@ class NativeSave:
         copies = [[msgspec.convert(one, File) for one in report] for _, report, *_ in reports]
         runs = [runs for *_, runs, _ in reports]
         parts = [msgspec.convert(parts, list[ReportedPart]) for *_, parts in reports]
-        differences = _differences(job, parts)
+        differences = save_manifest.arrays_with_differences(job, parts)
         self._is_complete = not differences
-        self._published = _published(job, differences) if job.deltas else None
-        self._manifest = data = _manifest(
+        self._published = save_manifest.published(job, differences) if job.deltas else None
+        self._manifest = data = save_manifest.seal(
             job, self._plan.pieces, self._spread, listed, firsts, runs, parts, differences, self._published
         )
         check: Callable[[], None] | None = None
@@ -383,107 +323,6 @@ class NativeSave:
             raise_error_of_process_0(call)
 
 
-def _manifest(
-    job: Job,
-    pieces: Sequence[Piece],
-    spread: Collection[int],
-    listed: Sequence[Sequence[File]],
-    firsts: Sequence[Sequence[int]],
-    runs: Sequence[Any],
-    parts: Sequence[Sequence[ReportedPart]],
-    differences: _Differences,
-    published: Published | None,
-) -> bytes:
-    entries, everyone = job.catalogue.entries, job.shares
-
-    def order(process: int) -> Iterable[tuple[int, Box]]:
-        if everyone is None:
-            return ((piece.leaf, piece.box) for piece in pieces)
-        return array_files.in_order_of_files(assignment.piece_sizes(entries, everyone, process), runs[process])
-
-    with gc_paused():
-        by_leaf = everyone if everyone is not None else assignment.assign_unshared(spread, pieces) if spread else {}
-        index = _files_of_parts(by_leaf, listed, parts) if job.own else layout.FileIndex(firsts, order)
-        rows = layout.rows(job.catalogue, by_leaf, index)
-        placement = layout.placement(job.catalogue)
-    leaves: list[Any] = rows.leaves
-    for leaf, (array, delta) in differences.items():
-        row = leaves[leaf]
-        leaves[leaf] = delta_row(array, row.where, delta) if isinstance(delta, Delta) else parts_row(row, delta)
-    data = manifest.seal(
-        Manifest(
-            format=manifest.FORMAT,
-            version=manifest.VERSION,
-            created=datetime.datetime.now(datetime.UTC).isoformat(),
-            software=job.info.software,
-            step=job.info.step,
-            metrics=job.info.metrics,
-            base=job.encoded.base if job.encoded and differences else None,
-            published=published,
-            metadata=job.info.metadata,
-            metadata_floats=job.info.metadata_floats,
-            files=[file for report in listed for file in report],
-            layouts=rows.layouts,
-            holders=rows.holders,
-            placement=placement,
-            static=job.catalogue.static,
-            iterators=rows.iterators,
-            boxes=_boxes(job) if job.catalogue.boxes else {},
-            tree=list(job.tree),
-            leaves=leaves,
-        )
-    )
-    _check_readable(data, job, rows.layouts, placement)
-    return data
-
-
-def _files_of_parts(
-    shares: Mapping[int, Assignment], listed: Sequence[Sequence[File]], parts: Sequence[Sequence[ReportedPart]]
-) -> layout.FileIndex:
-    """Returns the files of the parts that all processes report."""
-    before = itertools.accumulate(map(len, listed), initial=0)
-    return layout.ReportedFiles(
-        {
-            (one.leaf, shares[one.leaf].boxes[one.box]): first + one.file
-            for first, own in zip(before, parts, strict=False)
-            for one in own
-        }
-    )
-
-
-def _published(job: Job, differences: _Differences) -> Published:
-    """Returns what a version sends, for the list of the stream."""
-    assert job.deltas
-    elements = changed = 0
-    for leaf, entry in enumerate(job.catalogue.entries):
-        if leaf in job.catalogue.tied or not isinstance(entry, ArrayEntry):
-            continue
-        array, delta = differences.get(leaf, (entry, None))
-        size = math.prod(array.shape)
-        elements += size
-        if isinstance(delta, Delta):
-            changed += min(delta.count, size)
-        elif delta is None or not job.shares:
-            changed += size
-        else:
-            sizes = Cells.of(job.shares[leaf].boxes)[0].sizes().tolist()
-            changed += sum(min(part.count, own) if part else own for part, own in zip(delta, sizes, strict=True))
-    return Published(elements, time.perf_counter() - job.deltas.begun, changed if differences else None)
-
-
-def _differences(job: Job, parts: Sequence[Sequence[ReportedPart]]) -> _Differences:
-    """Returns the arrays with differences."""
-    if not job.own or not job.shares:
-        return job.encoded.differences if job.encoded else {}
-    found: dict[int, tuple[Any, Any]] = {}
-    known = {(one.leaf, one.box): one.delta for own in parts for one in own}
-    for leaf in {leaf for (leaf, _), delta in known.items() if delta}:
-        _, order = Cells.of(job.shares[leaf].boxes)
-        deltas = [known[leaf, box] for box in order]
-        found[leaf] = job.catalogue.entries[leaf], deltas if len(deltas) > 1 else deltas[0]
-    return found
-
-
 def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
     """Returns the leaves that are sharded over devices or cut into several pieces."""
     found = set(catalogue.shardings)
@@ -492,42 +331,6 @@ def _spread(catalogue: Catalogue, pieces: Sequence[Piece]) -> set[int]:
         if piece.leaf not in found and piece.box != full_box(entry.shape):
             found.add(piece.leaf)
     return found
-
-
-_last_boxes: tuple[Any, ...] = (None, None, {})  # a tree, its boxes, and the record of them
-
-
-def _boxes(job: Job) -> Any:
-    """Returns the record of the boxes of Flax. It is fast if the tree is the last one."""
-    global _last_boxes
-    boxes = job.catalogue.boxes
-    if _last_boxes[0] is not job.tree or _last_boxes[1] is not boxes:
-        _last_boxes = job.tree, boxes, BoxesOfNodes.of(job.tree, boxes)
-    return _last_boxes[2]
-
-
-# The structure of the last manifest that passed `_check_readable`, without values
-_last_read_back: tuple[Any, ...] = ()
-
-
-def _check_readable(data: bytes, job: Job, layouts: Sequence[Layout], placement: Placement | None) -> None:
-    """Reads a manifest before it is committed. Raises `UnsupportedError` for one that no reader would accept.
-
-    A manifest with the structure of the last one is not read again: in a training loop only values differ from step to
-    step.
-    """
-    global _last_read_back
-    structure = (job.tree, layouts, placement, job.catalogue.static, job.info.metadata, job.info.metadata_floats)
-    if _last_read_back and job.tree is _last_read_back[0] and structure[1:] == _last_read_back[1:]:
-        return
-    try:
-        manifest.decode(data, "manifest")
-    except TreeringError as error:
-        raise UnsupportedError(
-            f"{job.path}: expected a tree that can be read back, found one that makes an invalid manifest ({error}); "
-            "nothing is written; please report this"
-        ) from error
-    _last_read_back = structure
 
 
 def _check_visible(store: Store, path: str, listed: Sequence[Sequence[File]], timeout: float) -> None:

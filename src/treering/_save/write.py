@@ -28,8 +28,9 @@ from .._threads.pool import ThreadPool
 from .._threads.reentry import non_reentrant
 from ..errors import UnsupportedError
 from ..formats import JointFormat
-from .native_save import Job, NativeSave
+from .native_save import NativeSave
 from .plan import CopyPlan, ForeignPlan, NativePlan, Plan, TemporaryPlan, array_of, plan_copy
+from .save_manifest import Job
 
 # The record of the place of a leaf that only one process has; see `_write_native`.
 _SINGLE_PROCESS_PLACE = {"unrecorded": "the devices of one process of several"}
