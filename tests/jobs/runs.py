@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import treering as tr
 from jobs.process import INDEX, caught, put, report, same, sync, tmp
 from treering import stores
+from treering._run.plain_run import PlainRun
 
 
 def several_processes_decide_together() -> None:
@@ -57,3 +58,18 @@ def several_processes_decide_together() -> None:
     taken = [busy.save(step, tree(step)) is not None for step in (1, 2)]
     busy.close()
     report([reports, steps, rewound, branched, refused, finished, taken, busy.steps])
+
+
+def peers_wait_for_the_lease_in_the_first_save() -> None:
+    acquire, waits = PlainRun.acquire, [0.0 if INDEX else 12.0]
+
+    def slow(self):
+        time.sleep(waits.pop() if waits else 0)
+        acquire(self)
+
+    PlainRun.acquire = slow
+    ckpts = tr.Checkpointer(tmp / "run", timeout=2)
+    for step in (1, 2):
+        ckpts.save(step, {"w": put(np.full(8, step, np.float32), P("x"))})
+    ckpts.close()
+    report(ckpts.steps)

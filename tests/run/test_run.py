@@ -1477,6 +1477,13 @@ def test_rules_change_what_a_run_saves(tmp_path: pathlib.Path) -> None:
 # Several processes
 
 
+@pytest.mark.long
+def test_peers_wait_for_the_lease_in_the_first_save(tmp_path: pathlib.Path) -> None:
+    """A bucket's lease takes up to 90 seconds, more than `timeout`. Here acquiring is made slow in process 0."""
+    results = run_job(tmp_path, "runs.peers_wait_for_the_lease_in_the_first_save", processes=2)
+    assert [result.report for result in results] == [[1, 2], [1, 2]]
+
+
 @pytest.mark.slow
 def test_several_processes_decide_together(tmp_path: pathlib.Path) -> None:
     results = run_job(tmp_path, "runs.several_processes_decide_together", processes=2)

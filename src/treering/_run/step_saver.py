@@ -145,6 +145,10 @@ class StepSaver:
         with as_save_error(self._directory.root):
             self._look()
             place = self._directory.reserve_step(step, on_exists, self._pending_saves.steps_of(status.calls))
+            # A lease in a bucket may take longer than `timeout`. Peers that did not wait here would be in their next
+            # call by then, and miss this process there. A process alone acquires it once the tree is checked.
+            if several and place is not None:
+                self._directory.acquire_run()
             waited = self._directory.lease_seconds - before
             return status, place, self._together and self._together.orders(), waited
 
