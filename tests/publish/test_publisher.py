@@ -33,6 +33,7 @@ from hostile_input import flip
 from jobs import publish, run_job
 from treering import stores
 from treering._cli.main import cli
+from treering._tools.copy import CheckpointCopy, copy_checkpoints
 from treering.errors import CorruptError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from treering.formats.treering import deltas
 from treering.formats.treering.manifest import xxh3
@@ -623,6 +624,23 @@ def test_a_stream_that_is_copied_in_part(tmp_path: pathlib.Path) -> None:
     assert_same(tr.restore(tmp_path / "t", trees[2]), trees[2])
     with pytest.raises(NotFoundError):
         tr.open(tmp_path / "copy", step=4)
+
+
+def test_a_copy_of_a_stream_can_be_read_at_any_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base is copied before what is made from it: an interrupted copy has no version that cannot be read."""
+    trees, make = _history(4), CheckpointCopy.make
+    _publish(str(tmp_path / "s"), trees, full_every=2)
+    seen: list[list[int]] = []
+
+    def checked(self: CheckpointCopy, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        seen.append(tr.steps(tmp_path / "copy"))
+        for step in seen[-1]:
+            assert_same(tr.restore(tmp_path / "copy", trees[step - 1], step=step), trees[step - 1])
+
+    monkeypatch.setattr(CheckpointCopy, "make", checked)
+    copy_checkpoints(str(tmp_path / "s"), str(tmp_path / "copy"))
+    assert seen == [[3], [3, 4], [1, 3, 4], [1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4])

@@ -15,9 +15,10 @@ from .._run import external_writes, new_run
 from .._run import run_layout as _run
 from .._run.step_fallback import detect_or_explain, retry_if_replaced
 from ..errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
-from ..formats.treering import copy, metrics, pins, summary
+from ..formats.treering import copy, manifest, metrics, pins, summary
 from ..formats.treering.ledger import Ledger
 from ..formats.treering.read import Reader
+from ..stores.file_io import read_file
 from ..stores.read_errors import ReplacedError
 from ..stores.store import Store
 from .check import unfinished_steps
@@ -74,6 +75,15 @@ class CheckpointCopy(NamedTuple):
                 "or whose "
                 "manifest is damaged; unpin it before it is replaced"
             )
+
+    def base_name(self) -> str | None:
+        """Returns the name of the step that this one is stored as a difference to, if its manifest says one."""
+        with contextlib.suppress(CorruptError, UnsupportedError, FileNotFoundError, PermissionError):
+            if base := manifest.summarize(
+                read_file(self.source_store, summary.manifest_path(self.path)), self.path
+            ).base:
+                return base.name
+        return None
 
     def check_base(self, targets: Collection[str]) -> None:
         """Raises `MismatchError` if the copy would lack its base, unless that is one of the other targets."""
@@ -248,7 +258,8 @@ def copy_checkpoints(
     with lock or contextlib.nullcontext():
         # The newest first: a job that needs the copy after an interrupt continues from the newest step.
         ledger = Ledger(most=2)
-        for one, is_same in reversed(same.items()):
+        for one in _bases_first([*reversed(same)]):
+            is_same = same[one]
             with done._noting_failures(one, single):
                 if not is_same:
                     copy = functools.partial(one.make, absent=is_same is None, ledger=ledger)
@@ -264,6 +275,22 @@ def copy_checkpoints(
     if not single and (archived := _run.archived_runs(source_store, path)):
         _log.warning("%s: archived steps are not copied: %s", path, join_names(tuple(archived)))
     return done
+
+
+def _bases_first(pairs: Sequence[CheckpointCopy]) -> list[CheckpointCopy]:
+    """Returns the checkpoints in this order, but each base before what is made from it: alone that cannot be read."""
+    by_name = {posixpath.basename(one.path): one for one in pairs}
+    order: list[CheckpointCopy] = []
+    placed: set[CheckpointCopy] = set()
+    for one in pairs:
+        chain: list[CheckpointCopy] = []
+        at: CheckpointCopy | None = one
+        while at and at not in placed:
+            placed.add(at)
+            chain.append(at)
+            at = by_name.get(at.base_name() or "")
+        order += reversed(chain)
+    return order
 
 
 def _warn_of_others(store: Store, run: str) -> None:
