@@ -148,8 +148,7 @@ def _several(runs: Sequence[str], prefix: str | None) -> list[str]:
 
     found: list[str] = []
     is_folder = False
-    for run in runs:
-        place = stores.absolute(run)
+    for place in dict.fromkeys(map(stores.absolute, runs)):
         folder = scan_runs_folder(stores.get(place), place, None, prefix)
         is_folder |= bool(folder)
         # The report says of each checkpoint, and of each folder with runs further below, that it is no run.

@@ -67,7 +67,7 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)
 def held_by(boxes: Cells, holders: tuple[int, ...]) -> Layout:
-    """Returns the layout of an array of which each holder has all boxes."""
+    """Returns the layout of an array if each holder has all of its boxes."""
     return Layout(boxes, _all_held_by(holders, len(boxes)))
 
 

@@ -1,4 +1,4 @@
-"""Makes leaves of codes of a few bits, several of which share an element of an array, and the reverse.
+"""Unpacks codes of a few bits, which share elements of an array, into leaves, and packs them.
 
 Codes become numbers by arithmetic with scales: in float32, in parts that stay in the cache.
 """
@@ -79,7 +79,7 @@ class Packing:
         return out.reshape(self.shape(words.shape))
 
     def pack(self, codes: "np.ndarray[Any, Any]", words: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
-        """Returns words of codes of 8 bits each, of which the lowest count."""
+        """Returns words of codes of 8 bits each. Only the lowest bits of a code count."""
         import numpy as np
 
         count = len(self.places)

@@ -10,6 +10,7 @@ another number of processes, or after a version that process 0 published alone.
 
 import dataclasses
 import logging
+import math
 import posixpath
 import time
 import weakref
@@ -42,7 +43,7 @@ from ..stores.buffers import empty_aligned_array
 from ..stores.store import Store
 
 _log = logging.getLogger("treering")
-_MAX_READ_BYTES = 1 << 30  # of arrays that are read together, of which a process needs parts alone
+_MAX_READ_BYTES = 1 << 30  # of complete arrays that a process reads together if it needs only parts of them
 
 
 class _Part(NamedTuple):
@@ -424,10 +425,7 @@ def _plan_reads(
 
 
 def _nbytes(box: Box, entry: Any) -> int:
-    size = dtypes.itemsize(entry.dtype)
-    for length in box_shape(box):
-        size *= length
-    return size
+    return dtypes.itemsize(entry.dtype) * math.prod(box_shape(box))
 
 
 def _take(supply: ShardSupply, entry: Any, box: Box, numbers: Sequence[int]) -> np.ndarray:

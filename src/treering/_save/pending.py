@@ -287,10 +287,11 @@ class PendingSave:
         if self._lease_seconds > self._stall_seconds / 2:
             why = f"{self._lease_seconds:.1f} s of it for the lease of the run; only a job's first save waits for it"
         elif self._wait_seconds > self._stall_seconds / 2:
-            why = f"{self._wait_seconds:.1f} s of it for the previous save; a larger save_every helps, and so does "
+            why = f"{self._wait_seconds:.1f} s of it for the previous save; "
+            why += "saving less often (save_every) helps, and so does "
             why += 'when_busy="skip"'
         else:
-            why = "while the state was copied; a larger save_every helps"
+            why = "while the state was copied; saving less often (save_every) helps"
         _log.warning("%s: step %s: the loop stood still for %.1f s, %s", self.path, self.step, self._stall_seconds, why)
 
     def _make_report(self, written: Written) -> SaveReport:
