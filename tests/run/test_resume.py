@@ -494,8 +494,10 @@ devices, count, warnings = jax.devices(), jax.device_count(), []
 def mesh(part, *names):
     return jax.sharding.Mesh(np.array(part).reshape((-1, *[2] * (len(names) - 1))), names)
 def put(*where, kind=None):
-    return jax.device_put(np.arange(64.0, dtype=np.float32).reshape(16, 4), where[0] if len(where) == 1 else
-        jax.NamedSharding(mesh(where[0], *where[1].split()), jax.P(*where[2:]), memory_kind=kind))
+    if len(where) > 1:
+        used = where[0] if isinstance(where[0], jax.sharding.Mesh) else mesh(where[0], *where[1].split())
+        where = [jax.NamedSharding(used, jax.P(*where[2:]), memory_kind=kind)]
+    return jax.device_put(np.arange(64.0, dtype=np.float32).reshape(16, 4), where[0])
 half, rest = devices[: count // 2], devices[count // 2 :]
 backwards = lambda: put(devices[::-1], "x", "x")
 inits = {
@@ -508,7 +510,11 @@ inits = {
     "backwards": lambda: {"w": backwards(), "v": put(half[::-1], "x", "x")},
     "only with many": lambda: {"w": put(devices, "x", "x") if count == 8 else jnp.ones((16, 4))},
     "not placed": lambda: {"w": jnp.ones((16, 4)), "host": np.ones(3)},
+    "explicit": lambda: {"w": put(explicit(devices), "e", "e"), "v": put(explicit(rest), "e", None, "e"),
+        "r": put(explicit(devices), "e"), "free": jnp.zeros(3)},
 }
+def explicit(part):
+    return jax.sharding.Mesh(np.array(part).reshape(-1, 2), ("d", "e"), (jax.sharding.AxisType.Explicit,) * 2)
 def described(state):
     arrays = {path: x for path, x in state.items() if isinstance(x, jax.Array)}
     shardings = {path: x.sharding for path, x in arrays.items()}

@@ -166,7 +166,11 @@ def resumed_shardings(
 
     If an array has no place at all, `init` is called to see where it places the array. All of this is logged.
     """
-    wishes = [mine if saved is None else saved for saved, mine in zip(found.wishes, own, strict=True)]
+    mesh = ambient_mesh()
+    wishes = [
+        (None if _lacks_devices(mine, mesh) else mine) if saved is None else saved
+        for saved, mine in zip(found.wishes, own, strict=True)
+    ]
     unknown = [n for n, target in enumerate(targets) if wishes[n] is None and wished[n] is None and _is_array(target)]
     moved = not found.problems.keys() <= found.unrecorded
     if jax.device_count() == 1 and not moved:  # Arrays go to the only device, so their places need not be known.
@@ -191,6 +195,15 @@ def resumed_shardings(
     for n in unknown:
         wishes[n] = initial.places.get(paths[n]) or UNCOMMITTED
     return wishes
+
+
+def _lacks_devices(own: Any, mesh: Any) -> bool:
+    """Returns True for the place of a traced array on an explicit mesh other than `mesh`, the one that is set.
+
+    JAX records only the names and sizes of its axes.
+    """
+    abstract = isinstance(own, NamedSharding) and isinstance(own.mesh, jax.sharding.AbstractMesh)
+    return abstract and (mesh is None or own.mesh != mesh.abstract_mesh)
 
 
 def _is_array(target: LeafTarget) -> bool:
