@@ -533,6 +533,27 @@ def test_delete_removes_the_copy_of_an_upload_that_just_ended(
     assert tr.steps(remote) == [2]
 
 
+def test_a_step_that_retention_deletes_before_its_upload(
+    local: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The policy drops the step after it was chosen for upload. This is no failure of an upload."""
+    remote, copy, begin = tmp_path / "remote", treering_copy.copy, threading.Event()
+
+    def late(*places: Any, **options: Any) -> Any:
+        assert begin.wait(30)
+        return copy(*places, **options)
+
+    monkeypatch.setattr(treering_copy, "copy", late)  # the order of two threads, not what they do
+    with caplog.at_level(logging.INFO, "treering"), tr.Checkpointer(remote, local=local, keep=tr.keep.last(1)) as ckpts:
+        _save(ckpts, 1)
+        _until(lambda: "uploading step 1" in repr(ckpts))
+        _save(ckpts, 2, 3)
+        _until(lambda: 1 not in tr.steps(local))
+        begin.set()
+    assert tr.steps(remote) == [3] and "step 1 was deleted before its upload had ended" in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
 @pytest.mark.long
 def test_the_limit_is_kept(local: str, tmp_path: pathlib.Path) -> None:
     begun = time.monotonic()

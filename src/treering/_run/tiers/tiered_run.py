@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..._core.calls import Call
 from ..._core.entries import step_number
-from ...errors import CorruptError, ExistsError, SaveError
+from ...errors import CorruptError, ExistsError, NotFoundError, SaveError
 from ...formats.treering import copy, metrics, pins, removal, summary
 from ...keep import Policy, Saved
 from ...stores import probe
@@ -383,8 +383,14 @@ class TieredRun(TierReads):
                 overwrite=overwrite, on_progress=on_progress, others=others,
                 ledger=self.tier.uploads if remote.sharing == "copies" else None,
             )  # fmt: skip
-        except CorruptError:
-            if others:  # No restore would find the damage: it would read the remote copy.
+        except (NotFoundError, CorruptError, FileNotFoundError) as error:
+            # Retention deletes steps that the policy has dropped, whether they are uploaded or not.
+            if not others and step not in self._saved and summary.stat_manifest(local, path) is None:
+                _log.info("%s: step %d was deleted before its upload had ended", self.root, step)
+                return False
+            if others and isinstance(
+                error, CorruptError
+            ):  # No restore would find the damage: it would read the remote copy.
                 self.local.steps.mark_damaged(step, path)
             raise
         if seen:
