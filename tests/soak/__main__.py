@@ -36,7 +36,7 @@ from .job import read_journal
 
 _TESTS = Path(__file__).parents[1]
 _DISK_BYTES = 48 << 20
-_START_SECONDS, _LIFE_SECONDS = 180, 240
+_START_SECONDS, _STILL_SECONDS = 600, 240  # on a busy machine a life may take much longer than its steps
 _TOTAL_STEPS = 300
 # What a process may use more at its end than after 60 steps: less than a byte for each step that it remembers.
 _MORE = {"memory": 24 << 20, "descriptors": 4, "threads": 4}
@@ -163,7 +163,7 @@ class Episode:
         jobs = [self._start(life, str(index), devices, direct=False) for index in range(self.processes)]
         self.tally.counts["lives"] += 1
         journal = self.folder / f"{name}-0.jsonl"
-        began, requests = time.monotonic(), []
+        moved, requests = (time.monotonic(), -1), list[tuple[int, int]]()
         acted = self.random.random() < 0.3 and self._visit
         while any(one.poll() is None for one in jobs):
             lines = read_journal(journal)
@@ -177,12 +177,15 @@ class Episode:
                 self._strike(kind, jobs)
                 self.tally.faults[kind] += 1
                 break
-            if time.monotonic() - began > _LIFE_SECONDS:
+            if len(lines) != moved[1]:
+                moved = time.monotonic(), len(lines)
+            elif time.monotonic() - moved[0] > _STILL_SECONDS:
                 self.differs(f"{name} ({kind}) stands still: {self._output(f'{name}-0')}")
                 for one in jobs:
                     one.kill()
+                break
             time.sleep(0.02)
-        codes = [self._wait(one, _LIFE_SECONDS) for one in jobs]
+        codes = [self._wait(one, _STILL_SECONDS) for one in jobs]
         if kind in ("end", "long"):
             self.tally.faults["clean end"] += 1
         self._check_life(name, kind, codes, requests)
