@@ -106,6 +106,7 @@ ELSEWHERE = {
     "pass max_expansion=math.inf": "restore/test_expansion.py::test_it_is_read_only_when_asked_for",
     "tr.open(path)[leaf][:10] reads": "restore/test_expansion.py::test_what_no_memory_can_hold_is_refused",
     "mmap=True maps them": "restore/test_expansion.py::test_what_no_memory_can_hold_together_is_refused",
+    "tr.rules.cast changes the dtype": "restore/test_restore.py::test_a_rule_makes_integers_of_another_dtype",
     "grow=[…] keeps": "restore/test_grown_parts.py::test_a_state_that_grows_comes_back_as_the_error_advises",
     "grow= cannot make it": "restore/test_grown_parts.py::test_what_cannot_be_made_is_an_error_that_says_how_to_get_it",
     "Pass sharding='saved'": "restore/test_array_placement.py::test_spread_arrays_without_placement_are_named",

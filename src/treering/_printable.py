@@ -11,6 +11,11 @@ def safe(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def short(value: object) -> str:
+    """Returns the beginning of the `repr` of any object, as one line."""
+    return " ".join(f"{value!r:.200}".split())[:100]
+
+
 def safe_lines(text: object) -> str:
     """Returns several lines of text, each of them made safe by `safe`."""
     return "\n".join(safe(line) for line in str(text).split("\n"))

@@ -51,7 +51,7 @@ class Policy:
     rules: tuple[_Rule, ...]
 
     def __or__(self, other: "Policy") -> "Policy":
-        return Policy(self.rules + other.rules)
+        return Policy(self.rules + other.rules) if isinstance(other, Policy) else NotImplemented
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
         """Returns the steps that any rule keeps, and their bases. `saved` are the steps of the run, ascending."""

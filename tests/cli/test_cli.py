@@ -119,7 +119,8 @@ def test_a_directory_of_runs_has_a_line_for_each(
     assert sizes["other"] == sum(file.stat().st_size for file in (tmp_path / "other").rglob("*") if file.is_file())
     checked = treering("verify", tmp_path)
     assert checked.code == 1 and re.search(r"/other: .*, all good\n", checked.out)
-    assert re.search(r"/run: .*, 1 problem\n  step-00000002/", checked.out) and "2 runs" in checked.out
+    assert re.search(r"/run: .*, 1 problem\n  step-00000002/", checked.out)
+    assert re.search(r"\n2 runs, [\d.]+ .?B, 1 with problems\n$", checked.out)
     assert treering("verify", tmp_path, "--subset", "10G", "--json").json["part"] == [1, 1]
     (tmp_path / "lost+found").mkdir()
     use_disk(Closed("lost+found"))

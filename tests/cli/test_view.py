@@ -39,10 +39,12 @@ def server(run: pathlib.Path) -> Iterator[ViewServer]:
         thread.join()
 
 
-def get(server: ViewServer, path: str, **headers: str) -> tuple[int, bytes, http.client.HTTPMessage]:
+def get(
+    server: ViewServer, path: str, method: str = "GET", **headers: str
+) -> tuple[int, bytes, http.client.HTTPMessage]:
     """Asks for a path below the token."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    connection.request("GET", path if path.startswith("//") else f"/{server.token}/{path}", headers=headers)
+    connection.request(method, path if path.startswith("//") else f"/{server.token}/{path}", headers=headers)
     answer = connection.getresponse()
     found = answer.status, answer.read(), answer.headers
     connection.close()
@@ -91,7 +93,8 @@ def test_a_page_of_another_site_gets_nothing(server: ViewServer) -> None:
     assert get(server, "about.json", Host="localhost:9")[0] == 200  # a forwarded port has another number
     for path in ("//about.json", f"//{server.token[:-1]}/about.json", "//"):
         assert get(server, path)[0] == 404
-    headers = get(server, "")[2]
+    status, body, headers = get(server, "")
+    assert (status, get(server, "", method="HEAD")[:2]) == (200, (200, b"")) and body
     assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
     assert "Access-Control-Allow-Origin" not in headers and headers["Content-Security-Policy"]
 

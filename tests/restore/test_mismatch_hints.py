@@ -80,6 +80,12 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         r"rename('(^|/)mlp/', r'\1ffn/')",
     ),
     "leaves of another name": (layers(3, kernel="w"), layers(3), {}, "has 'w' where the template has 'kernel'"),
+    "a leaf at the root": (
+        params() | {"w": np.ones((3, 2))},
+        params() | {"weight": np.ones((3, 2))},
+        {},
+        "has 'w' where",
+    ),
     "names with numbers": (
         {f"layer_{n}": {"w": np.ones(2)} for n in range(30)},
         {f"block_{n}": {"w": np.ones(2)} for n in range(30)},

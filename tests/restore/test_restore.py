@@ -790,3 +790,12 @@ def test_a_function_sees_typed_keys_without_a_template(tmp_path: pathlib.Path) -
     assert seen == {"one": (), "many": (8,)}
     assert all((jax.random.key_data(found[name]) == jax.random.key_data(keys[name])).all() for name in keys)
     assert found["many"].sharding.spec == jax.P("x")
+
+
+def test_a_rule_makes_integers_of_another_dtype(tmp_path: pathlib.Path) -> None:
+    """`dtype` is about floats. The error names the rule for other leaves."""
+    tr.save(tmp_path / "c", {"n": np.arange(3)})
+    with pytest.raises(MismatchError, match=r"such as 'bfloat16'; tr.rules.cast changes the dtype of other leaves"):
+        tr.restore(tmp_path / "c", dtype="int32")
+    restored = tr.restore(tmp_path / "c", rules=[tr.rules.cast("n", "int32")])
+    assert restored["n"].dtype == "int32" and restored["n"].tolist() == [0, 1, 2]

@@ -200,7 +200,8 @@ class _Deletion:
         if rows and not yes:
             if self._json or not sys.stdin.isatty():
                 what = "pass --yes, or --dry-run to see what would be deleted"
-                raise click.UsageError(f"cannot ask: stdin is not a terminal, or --json is given; {what}")
+                why = "--json is given" if self._json else "stdin is not a terminal"
+                raise click.UsageError(f"cannot ask, because {why}; {what}")
             self._say(rows, f"{count(len(rows), 'step')} would be")
             if not click.confirm("Delete them?" if self._to is None else "Move them?"):
                 say(f"nothing was {self._verb}")

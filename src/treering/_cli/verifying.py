@@ -68,7 +68,14 @@ def verify(
         say(f"not checked: {safe(one)}, which has runs or checkpoints in it")
     numbers = [count(len(folder.runs), "run")] * bool(folder.runs)
     numbers += [count(len(folder.checkpoints), "checkpoint")] * bool(folder.checkpoints)
-    say(", ".join([*numbers, nbytes(sum(one.nbytes for one in found))]))
+    numbers.append(nbytes(sum(one.nbytes for one in found)))
+    if damaged := sum(bool(one.problems) for one in found):
+        numbers.append(click.style(f"{damaged} with problems", fg="red"))
+    if closed := sum(bool(one.unsupported or one.closed) for one in found):
+        numbers.append(click.style(f"{closed} not checked completely", fg="yellow"))
+    if unfinished := sum(len(one.unfinished) for one in found):
+        numbers.append(count(unfinished, "unfinished step"))
+    say(", ".join(numbers))
     return _exit_code(found)
 
 
@@ -163,7 +170,8 @@ def _result_text(checked: "CheckResult") -> str:
             f"{cannot} of {count(checked.checkpoints + cannot, 'checkpoint')} cannot be checked", fg="yellow"
         )
     if checked.checkpoints:
-        return click.style("all good", fg="green")
+        left = f", {count(len(checked.unfinished), 'unfinished step')} not checked" if checked.unfinished else ""
+        return click.style("all good", fg="green") + click.style(left, fg="yellow" if left else None)
     return "nothing was checked" if checked.passed_over or checked.deleted else "nothing to check yet"
 
 

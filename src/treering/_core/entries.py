@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import msgspec
 
+from .._printable import short
 from ..errors import CorruptError, MismatchError
 from .leaf_paths import matches, may_match_below
 from .values import MAX_EXACT_INT, ValueType, decode
@@ -201,7 +202,7 @@ def step_number(step: Any) -> int:
     except TypeError:
         number = -1
     if isinstance(step, bool) or not 0 <= number <= MAX_EXACT_INT:
-        raise MismatchError(f"step={step!r:.100}: expected an integer from 0 to 2^53")
+        raise MismatchError(f"step={short(step)}: expected an integer from 0 to 2^53")
     return number
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from .._printable import safe
+from .._printable import safe, short
 from ..errors import MismatchError, UnsupportedError
 
 # The second form is what `pathlib` and `os.path` make of a URL: they drop a slash. A single letter before the colon is
@@ -209,7 +209,7 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
     try:
         text = os.fsdecode(path)
     except TypeError:
-        raise MismatchError(f"expected a path, found {path!r:.100}") from None
+        raise MismatchError(f"expected a path, found {short(path)}") from None
     if not text or "\0" in text:
         raise MismatchError(f"expected a path, found {text!r:.100}")
     scheme, separator, rest = text.partition("://")

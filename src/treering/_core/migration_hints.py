@@ -1,6 +1,7 @@
 """Helps users who write the calls of other checkpoint libraries: the error ends with the call of Treering."""
 
 import numbers
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -103,6 +104,7 @@ MODULE_CALLS = {
     **dict.fromkeys(("ArrayRestoreArgs", "RestoreArgs", "load", "load_checkpoint"), "tr.restore(path, state)"),
     **dict.fromkeys(("load_file", "load_pytree", "restore_checkpoint"), "tr.restore(path, state)"),
     "latest_checkpoint": "tr.open(path).path",
+    "restore_or_init": "tr.Checkpointer(run).restore_or_init(init)",
     **dict.fromkeys(
         ("checkpoint_utils", "checkpoints_iterator", "wait_for_new_checkpoint"), "next(tr.follow(run, newest=True))"
     ),
@@ -161,11 +163,20 @@ def add_hint(
         return
     if unbound and any(_is_of_orbax(type(one)) for one in given):
         error.args = (with_hint(text, call.format(_arguments([keywords.get("options", "")]))),)
+    if isinstance(error, MismatchError) and _are_swapped(given[1 if "." in name else 0 :]):
+        error.args = (with_hint(f"{text}\nthe arguments are in another order", call.format("")),)
+        return
     like = given[1] if len(given) > 1 else options.get("like")
     if name not in _RESTORES_STEPS or not isinstance(like, numbers.Integral):
         return
     if unbound or (isinstance(error, MismatchError) and error.differences):
         error.args = (with_hint(f"{text}\na step is passed by its name", _RESTORES_STEPS[name]),)
+
+
+def _are_swapped(given: Sequence[object]) -> bool:
+    """Returns True if the first argument can be neither a path nor a step, but the second can."""
+    places = [isinstance(one, str | os.PathLike | numbers.Integral) for one in given[:2]]
+    return places == [False, True]
 
 
 def _is_of_orbax(kind: type) -> bool:

@@ -46,7 +46,8 @@ def pull(
         if not watch:
             return
     if found is None:
-        raise NotFoundError(f"{root}: expected a version that can be read, found none")
+        is_there = stores.get(root).list(root)
+        raise NotFoundError(f"{root}: expected a version that can be read, found {'none' if is_there else 'nothing'}")
 
 
 def _written(root: str, target: str, ckpt: Checkpoint) -> tuple[int, bool]:

@@ -225,7 +225,8 @@ def _level_suggestions(flat_tree: FlatTree, entries: Mapping[str, Entry], policy
         alike: dict[tuple[str, ...], int] = {}
         for other in others:
             for change, names in _changes(path, short[other]):
-                chance = len(missing) == 1 and change[0] == "last" and not getattr(entries[other], "shape", ())
+                is_number = not getattr(entries[other], "shape", ())
+                chance = len(missing) == 1 and change[0] in ("last", "root") and is_number
                 if change[0] == "at" or (not chance and is_plain(other, entries)):
                     alike[change] = max(alike.get(change, 0), names)
         votes.update(alike)
@@ -262,6 +263,8 @@ def _changes(wanted: str, found: str) -> Iterator[tuple[tuple[str, ...], int]]:
     old, new, same = b[head : len(b) - tail], a[head : len(a) - tail], head + tail
     if len(old) == len(new) == 1 and (count := _NUMBER.findall(old[0])) == _NUMBER.findall(new[0]) and count:
         yield ("numbered", _NUMBER.sub("#", old[0]), _NUMBER.sub("#", new[0])), same
+    if old and len(a) == len(b) == 1:
+        yield ("root", *old, *new), same
     if not same or len(old) + len(new) > 4:
         return
     if not tail:
@@ -308,6 +311,8 @@ def _change(kind: str, *said: str, ruled: bool) -> Suggestion:
         pattern, groups = re.escape(old).replace(r"\#", r"(\d+)"), itertools.count(2)
         name = re.sub("#", lambda _: rf"\g<{next(groups)}>", _literal(new))
         call = RuleCall.of("rename", rf"(^|/){pattern}(/|$)", rf"\1{name}\g<{next(groups)}>")
+    elif kind == "root":
+        call = RuleCall.of("rename", f"^{re.escape(old)}$", _literal(new))
     elif kind == "last":
         call = RuleCall.of("rename", rf"(^|/){re.escape(old)}$", rf"\1{_literal(new)}")
     elif kind == "anywhere":

@@ -45,7 +45,10 @@ class Policy:
         except TypeError:
             known = False
         if not known:
-            raise MismatchError(f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype")
+            raise MismatchError(
+                f"dtype={self.dtype!r}: expected 'template' or a floating-point dtype such as 'bfloat16'; "
+                "tr.rules.cast changes the dtype of other leaves"
+            )
 
     def among(self, template: Collection[str], found: Collection[str]) -> "Policy":
         """Returns the policy in which globs without wildcards are the paths that they mean; see `find_path`."""

@@ -59,7 +59,10 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
     yielded: dict[int, object] = {}
     waiting_since = time.monotonic()
     with reading(run):
-        if store.list(run) and not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
+        listed = store.list(run)
+        if not listed:
+            _log.warning("%s: there is nothing yet; waits for the first step", run)
+        elif not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
             _log.warning("%s: waits for the first step%s", run, meant)
     while True:
         with reading(run):

@@ -77,8 +77,12 @@ class SaveReport:
         own = self.seconds - self.wait_seconds - self.lease_seconds
         return self.nbytes / 1e9 / own if own else 0.0
 
+    @property
+    def _rate(self) -> str:
+        return f"{nbytes(self.gb_per_second * 1e9)}/s"
+
     def _repr_html_(self) -> str:
-        rows = [("size", nbytes(self.nbytes)), ("rate", f"{self.gb_per_second:.2f} GB/s")]
+        rows = [("size", nbytes(self.nbytes)), ("rate", self._rate)]
         rows += [("shared", nbytes(self.shared_bytes))] if self.shared_bytes else []
         rows += [("step", str(self.step))] if self.step is not None else []
         seconds = ("seconds", "stall_seconds", "wait_seconds", "lease_seconds")
@@ -90,11 +94,11 @@ class SaveReport:
         return f"<SaveReport {self}>"
 
     def __str__(self) -> str:
-        shared = f", {self.shared_bytes / 1e6:.1f} MB of it shared with earlier steps" if self.shared_bytes else ""
+        shared = f", {nbytes(self.shared_bytes)} of it shared with earlier steps" if self.shared_bytes else ""
         waits = ((self.wait_seconds, "the previous save", 1e-4), (self.lease_seconds, "the lease of the run", 0.1))
         before = "".join(f", {took * 1e3:.1f} ms for {what}" for took, what, least in waits if took >= least)
         return (
-            f"{self.path}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.2f} s ({self.gb_per_second:.2f} GB/s){shared}; "
+            f"{self.path}: {nbytes(self.nbytes)} in {self.seconds:.2f} s ({self._rate}){shared}; "
             f"the caller waited for {self.stall_seconds * 1e3:.1f} ms{before}"
         )
 

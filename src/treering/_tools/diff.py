@@ -215,7 +215,7 @@ class _Comparison:
         self._largest: float | None = None
         self._magnitude = 0.0
         self._products = self._left = self._right = 0.0
-        self._is_numeric = True
+        self._is_numeric = self._is_float = True
 
     @property
     def is_empty(self) -> bool:
@@ -227,6 +227,7 @@ class _Comparison:
         unequal = p.view(f"V{p.itemsize}") != q.view(f"V{q.itemsize}") if p.size else np.zeros(0, bool)
         self._differing += int(unequal.sum())
         self._is_numeric = p.dtype.kind not in "MmUSb"
+        self._is_float = p.dtype.kind not in "iu"  # Counters and keys have no angle.
         if not self._is_numeric:
             return
         with np.errstate(all="ignore"):
@@ -248,7 +249,7 @@ class _Comparison:
             return ValueChange(self._differing, self._size)
         relative = self._largest / self._magnitude if self._magnitude and self._largest is not None else None
         norms = math.sqrt(self._left) * math.sqrt(self._right)
-        cosine = self._products / norms if norms and math.isfinite(norms) else None
+        cosine = self._products / norms if self._is_float and norms and math.isfinite(norms) else None
         return ValueChange(self._differing, self._size, self._largest, relative, cosine)
 
 

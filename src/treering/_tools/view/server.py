@@ -66,6 +66,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = 60  # seconds that an idle connection keeps its thread
     disable_nagle_algorithm = True  # The body would wait 40 ms for the browser to acknowledge the headers.
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         # A page of another site can make its own name lead to 127.0.0.1. The browser still sends that name.
         if self.headers.get("Host", "").partition(":")[0] not in _HOSTS:
@@ -103,7 +106,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for name, value in {**own, **_HEADERS, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Prints nothing."""
