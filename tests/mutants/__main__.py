@@ -3,9 +3,10 @@
 ``choose`` takes some mutants of each folder at random, the same for the same seed, and lists them in ``mutants.tsv``
 next to this file. ``add`` takes some of named files, in place of those whose file is gone. ``cover`` runs the tests
 once and notes which of them execute which lines; it needs pytest-cov.
-``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line, and then
-those of its folder. It notes the first test that failed; ``survives`` is what none has noticed. A suite that has
-changed is run again with ``run --again``: it must notice what the one before has noticed.
+``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line or are
+named here for its file, and then those of its folder. It notes the first test that failed; ``survives`` is what none
+has noticed, and a reason may follow it by hand. A suite that has changed is run again with ``run --again``: it must
+notice what the one before has noticed.
 """
 
 import argparse
@@ -23,8 +24,19 @@ from .mutate import mutants, mutated
 
 _ROOT = Path(__file__).parents[2]
 _TABLE = Path(__file__).with_name("mutants.tsv")
-# By folder: the tests that are run first, those that are likely to notice.
+# By folder: the tests that are run first, those that are likely to notice. The row of a file is in front of its folder's.
+_TESTS_OF_FILES = {
+    "formats/treering/commit.py": ("tests/formats/test_commit.py", "tests/formats/test_overwriting.py"),
+    "formats/treering/ledger.py": ("tests/run/test_unchanged.py", "tests/cli/test_copies.py"),
+    "formats/treering/removal.py": ("tests/formats/test_overwriting.py", "tests/cli/test_deleting.py"),
+    "_run/pending_saves.py": ("tests/run/test_on_error.py", "tests/run/test_run.py"),
+    "_run/step_fallback.py": ("tests/formats/test_damaged_steps.py", "tests/run/test_run_errors.py"),
+    "_run/tiers/": ("tests/run/test_step_states.py", "tests/run/test_two_places.py", "tests/run/test_host_disks.py"),
+    "_save/pending.py": ("tests/save/test_concurrency.py", "tests/run/test_on_error.py", "tests/save/test_save.py"),
+    "_save/save_manifest.py": ("tests/save/test_save.py", "tests/publish/test_publisher.py"),
+}
 _FOLDERS = {
+    "_publish": ("tests/publish", "tests/formats/test_weight_deltas.py", "tests/cli"),
     "_save": ("tests/save", "tests/run"),
     "_restore": ("tests/restore", "tests/formats/test_treering.py"),
     "formats/treering": (
@@ -45,7 +57,8 @@ _FOLDERS = {
 _COVERED = _ROOT / ".coverage"  # by `cover`
 _MAX_COVERING = 150  # of the tests that execute a line, those of the mutant's folder first
 _COLUMNS = ("file", "number", "line", "what", "noticed")
-_SECONDS = 900  # for the tests of one mutant; one that hangs is noticed, too
+_SECONDS = 900  # for one run of tests
+_TEST_SECONDS = 120  # for one test; one that hangs is noticed, too
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)  # a name may have spaces
 
 
@@ -78,14 +91,18 @@ def run(*, again: bool) -> None:
     """Runs the tests with each mutant that was not run, or that was noticed, and notes what noticed it."""
     rows = _read()
     for row in rows:
-        if row["noticed"] and not (again and row["noticed"] not in ("survives", "gone")):
+        if row["noticed"] and not (again and not _is_unnoticed(row)):
             continue
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
             row["noticed"] = _noticed(Path(folder), row)
         print(f"{row['file']}:{row['line']} {row['what']}: {row['noticed']}", flush=True)
         _write(rows)
-    noticed = sum(row["noticed"] not in ("", "survives", "gone") for row in rows)
+    noticed = sum(not _is_unnoticed(row) for row in rows)
     print(f"{noticed} of {len(rows)} mutants are noticed")
+
+
+def _is_unnoticed(row: dict[str, str]) -> bool:
+    return not row["noticed"] or row["noticed"].startswith(("survives", "gone"))
 
 
 def _noticed(folder: Path, row: dict[str, str]) -> str:
@@ -101,11 +118,10 @@ def _noticed(folder: Path, row: dict[str, str]) -> str:
     file.write_text(mutated(source, nearest.number))
     folder.chmod(0o755)  # a test becomes another user, who must get at its files
     first = next(tests for name, tests in _FOLDERS.items() if row["file"].startswith(name + "/"))
+    own = next((tests for name, tests in _TESTS_OF_FILES.items() if row["file"].startswith(name)), first)
     covering = _covering_tests(row["file"], nearest.line, first)
     # Tests that execute a line only in processes that they start are not among the covering ones.
-    soon = ("", covering) if covering else ("not slow and not long", first)
-    runs = [soon, ("", first), *([] if covering else [("", ("tests",))])]
-    for marks, tests in runs:
+    for marks, tests in (("", covering or own), ("", first)):
         ignored: list[str] = []
         while name := _first_failure(folder, folder / "src", marks, tests, ignored):
             if name.startswith("no test") or not _first_failure(folder, _ROOT / "src", "", (name,), []):
@@ -137,7 +153,7 @@ def _covering_tests(file: str, line: int, first: tuple[str, ...]) -> tuple[str, 
 def _first_failure(folder: Path, source: Path, marks: str, tests: tuple[str, ...], ignored: list[str]) -> str | None:
     """The first test that fails, "no test ends" when the tests hang, None when all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-m", marks, "--maxfail=1", *tests]
-    command += [f"--deselect={name}" for name in ignored]
+    command += [f"-o=faulthandler_timeout={_TEST_SECONDS}", *(f"--deselect={name}" for name in ignored)]
     environment = {
         **os.environ,
         "PYTHONPATH": str(source),
