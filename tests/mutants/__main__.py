@@ -24,7 +24,7 @@ from .mutate import mutants, mutated
 
 _ROOT = Path(__file__).parents[2]
 _TABLE = Path(__file__).with_name("mutants.tsv")
-# By folder: the tests that are run first, those that are likely to notice. The row of a file is in front of its folder's.
+# The tests that are run first, those that are likely to notice: of single files, and of folders.
 _TESTS_OF_FILES = {
     "formats/treering/commit.py": ("tests/formats/test_commit.py", "tests/formats/test_overwriting.py"),
     "formats/treering/ledger.py": ("tests/run/test_unchanged.py", "tests/cli/test_copies.py"),
