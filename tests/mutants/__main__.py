@@ -3,10 +3,10 @@
 ``choose`` takes some mutants of each folder at random, the same for the same seed, and lists them in ``mutants.tsv``
 next to this file. ``add`` takes some of named files, in place of those whose file is gone. ``cover`` runs the tests
 once and notes which of them execute which lines; it needs pytest-cov.
-``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line or are
-named here for its file, and then those of its folder. It notes the first test that failed; ``survives`` is what none
-has noticed, and a reason may follow it by hand. A suite that has changed is run again with ``run --again``: it must
-notice what the one before has noticed.
+``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line and those
+of its folder, or without ``cover`` those that are named here for its file or folder. It notes the first test that
+failed; ``survives`` is what none has noticed, and a reason may follow it by hand. A suite that has changed is run again
+with ``run --again``: it must notice what the one before has noticed.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def _is_unnoticed(row: dict[str, str]) -> bool:
 
 def _noticed(folder: Path, row: dict[str, str]) -> str:
     """The first test that fails with a mutant."""
-    shutil.copytree(_ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(_ROOT / "src", folder / "src")  # with the bytecode, which all other files still fit
     file = folder / "src" / "treering" / row["file"]
     source = file.read_text() if file.exists() else ""
     alike = [one for one in mutants(source) if one.what == row["what"]]
@@ -121,9 +121,9 @@ def _noticed(folder: Path, row: dict[str, str]) -> str:
     own = next((tests for name, tests in _TESTS_OF_FILES.items() if row["file"].startswith(name)), first)
     covering = _covering_tests(row["file"], nearest.line, first)
     # Tests that execute a line only in processes that they start are not among the covering ones.
-    for marks, tests in (("", covering or own), ("", first)):
+    for tests in (covering, first) if covering else (own,):
         ignored: list[str] = []
-        while name := _first_failure(folder, folder / "src", marks, tests, ignored):
+        while name := _first_failure(folder, folder / "src", "" if covering else "not slow", tests, ignored):
             if name.startswith("no test") or not _first_failure(folder, _ROOT / "src", "", (name,), []):
                 return name
             ignored.append(name)  # This test fails here without the mutant too.
