@@ -136,7 +136,7 @@ def test_without_a_mean_time_it_is_that_of_many_jobs(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 1 and "a save costs the loop 0.05 s" in caplog.text
 
 
-def test_the_mean_time_between_failures_needs_an_automatic_interval(tmp_path: pathlib.Path) -> None:
+def test_mtbf_needs_an_automatic_interval(tmp_path: pathlib.Path) -> None:
     for save_every, mtbf in ((5, 1), ("auto", 0), ("auto", -1)):
         with pytest.raises(MismatchError, match="expected a timedelta above 0, together with save_every='auto'"):
             tr.Checkpointer(tmp_path, save_every=save_every, mtbf=datetime.timedelta(mtbf))
