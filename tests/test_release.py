@@ -1,6 +1,7 @@
 """Tests of the files that a release consists of, and of those that make one."""
 
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -140,8 +141,11 @@ def _combinations(matrix: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def test_the_other_files_fit_this_version() -> None:
-    """The citation has the version. Hooks run files that exist. Forms ask for the output of commands that exist."""
+    """Each file that names the version has it. Hooks run files that exist. Forms ask for the output of commands that exist."""
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == tr.__version__
+    for name in ("package.json", "package-lock.json"):  # npm writes candidates in another way
+        assert json.loads((ROOT / "js" / name).read_text())["version"] == tr.__version__.replace("rc", "-rc.")
+    assert f"- This is {tr.__version__}. " in (ROOT / "docs/explanation/alternatives.md").read_text()
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     hooks = " ".join(hook["entry"] for hook in repository["hooks"])
     assert repository["repo"] == "local" and all((ROOT / name).exists() for name in re.findall(r"tests/\S+", hooks))
