@@ -26,14 +26,14 @@ _ROOT = Path(__file__).parents[2]
 _TABLE = Path(__file__).with_name("mutants.tsv")
 # The tests that are run first, those that are likely to notice: of single files, and of folders.
 _TESTS_OF_FILES = {
-    "formats/treering/commit.py": ("tests/formats/test_commit.py", "tests/formats/test_overwriting.py"),
+    "formats/treering/commit.py": ("tests/formats/test_commit.py", "tests/stores/objects/test_lost_answers.py"),
     "formats/treering/ledger.py": ("tests/run/test_unchanged.py", "tests/cli/test_copies.py"),
-    "formats/treering/removal.py": ("tests/formats/test_overwriting.py", "tests/cli/test_deleting.py"),
+    "formats/treering/removal.py": ("tests/formats/test_commit.py", "tests/cli/test_deleting.py"),
     "_run/pending_saves.py": ("tests/run/test_on_error.py", "tests/run/test_run.py"),
-    "_run/step_fallback.py": ("tests/formats/test_damaged_steps.py", "tests/run/test_run_errors.py"),
+    "_run/step_fallback.py": ("tests/formats/test_damaged_steps.py", "tests/run/test_checkpointer.py"),
     "_run/tiers/": ("tests/run/test_step_states.py", "tests/run/test_two_places.py", "tests/run/test_host_disks.py"),
-    "_save/pending.py": ("tests/save/test_concurrency.py", "tests/run/test_on_error.py", "tests/save/test_save.py"),
-    "_save/save_manifest.py": ("tests/save/test_save.py", "tests/publish/test_publisher.py"),
+    "_save/pending.py": ("tests/core/test_threads.py", "tests/save/test_save.py", "tests/run/test_on_error.py"),
+    "_save/save_manifest.py": ("tests/formats/test_box_levels.py", "tests/publish/test_publisher.py"),
 }
 _FOLDERS = {
     "_publish": ("tests/publish", "tests/formats/test_weight_deltas.py", "tests/cli"),
