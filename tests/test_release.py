@@ -141,7 +141,7 @@ def _combinations(matrix: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def test_the_other_files_fit_this_version() -> None:
-    """Each file that names the version has it. Hooks run files that exist. Forms ask for the output of commands that exist."""
+    """They name the version. Hooks run files that exist. Forms ask for the output of commands that exist."""
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == tr.__version__
     for name in ("package.json", "package-lock.json"):  # npm writes candidates in another way
         assert json.loads((ROOT / "js" / name).read_text())["version"] == tr.__version__.replace("rc", "-rc.")
