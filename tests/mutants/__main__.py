@@ -59,7 +59,8 @@ _MAX_COVERING = 150  # of the tests that execute a line, those of the mutant's f
 _COLUMNS = ("file", "number", "line", "what", "noticed")
 _SECONDS = 900  # for one run of tests
 _TEST_SECONDS = 120  # for one test; one that hangs is noticed, too
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)  # a name may have spaces
+# A name may have spaces. Captured lines of the log begin with "ERROR" and several.
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
 def choose(seed: int, each: int) -> None:
