@@ -96,6 +96,7 @@ HERE: set[str] = set()
 ELSEWHERE = {
     "x[...] or jax.freeze(x)": "pytree/test_leaves.py::test_mutable_arrays_are_refused_with_advice_that_works",
     "x.view(ml_dtypes.bfloat16)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
+    "numpy.array(x.tolist())": "pytree/test_leaves.py::test_dtypes_without_a_layout_are_refused_with_advice",
     "numpy.asarray(x)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "numpy.ma.getmaskarray(x)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "by dataset[...].view(": "formats/test_keras_files.py::test_the_advice_about_hdf5_keeps_bfloat16",
@@ -545,3 +546,25 @@ def test_the_tests_elsewhere_exist() -> None:
     for name in ELSEWHERE.values():
         file, _, test = name.partition("::")
         assert re.search(rf"^def {test}\(", (TESTS / file).read_text(), re.MULTILINE), name
+
+
+def _spoken(text: str) -> str:
+    """Returns the words of a text as tests write them, also as regular expressions, with single spaces."""
+    return " ".join(re.sub(r"[^\w %./=-]", "", text).lower().split())
+
+
+def test_every_warning_is_expected_by_a_test() -> None:
+    """Tests have three words in a row of each warning and logged error. `make coverage` lists what no test causes."""
+    of_tests = (file.read_text() for file in TESTS.rglob("*.py") if "golden" not in file.parts)
+    expected = _spoken(re.sub(r'"\s*\n\s*[fr]*"', "", "".join(of_tests)))
+    unexpected: list[str] = []
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("_log.warning", "_log.error", "warnings.warn"):
+                texts = filter(None, map(_text, (one for one in ast.walk(node.args[0]) if isinstance(one, ast.expr))))
+                parts = [_spoken(part).split() for text in texts for part in re.split(r"%\w|%\.\d+f|…", text)]
+                long = [words for words in parts if len(words) > 2] or [max(parts, key=len, default=[])]
+                rows = {" ".join(words[n : n + 3]) for words in long for n in range(max(len(words) - 2, 1))}
+                if not any(row in expected for row in rows):
+                    unexpected.append(f"{file.relative_to(SOURCE)}:{node.lineno}")
+    assert not unexpected

@@ -1,6 +1,8 @@
 """Tests of the files that a release consists of, and of those that make one."""
 
 import itertools
+import json
+import os
 import pathlib
 import re
 import subprocess
@@ -29,7 +31,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     pytest.importorskip("hatchling", reason="hatchling is installed for `make test`")
     folder = tmp_path_factory.mktemp("dist")
     build = f"import hatchling.build; hatchling.build.build_wheel({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
+    environment = {**os.environ, "GITHUB_REPOSITORY": "owner/name"}
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, env=environment, check=True, capture_output=True)
     return next(folder.glob("*.whl"))
 
 
@@ -48,6 +51,16 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: pathlib.Path, tmp_pat
         f"{wheel.name}: expected no file tests/conftest.py",
         f"{wheel.name}: treering/errors.py: expected the bytes of src/treering/errors.py, found others",
     ]
+
+
+def test_links_of_the_description_lead_to_files_of_the_tag(wheel: pathlib.Path) -> None:
+    assert distributions.link_problems(wheel) == []
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"treering-{tr.__version__}.dist-info/METADATA").decode()
+    blob, raw = "https://github.com/owner/name/blob", "https://raw.githubusercontent.com/owner/name"
+    links = re.findall(rf"(!?)\[[^\]]*\]\((?:{blob}|{raw})/v{tr.__version__}/([^)#]*)", text)
+    assert len(links) > 15 and all((ROOT / path).exists() for _, path in links)
+    assert {picture for picture, path in links if path.endswith(".svg")} == {"!"}
 
 
 def test_a_tag_needs_its_version_changelog_and_golden_files() -> None:
@@ -128,8 +141,11 @@ def _combinations(matrix: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def test_the_other_files_fit_this_version() -> None:
-    """The citation has the version. Hooks run files that exist. Forms ask for the output of commands that exist."""
+    """They name the version. Hooks run files that exist. Forms ask for the output of commands that exist."""
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == tr.__version__
+    for name in ("package.json", "package-lock.json"):  # npm writes candidates in another way
+        assert json.loads((ROOT / "js" / name).read_text())["version"] == tr.__version__.replace("rc", "-rc.")
+    assert f"- This is {tr.__version__}. " in (ROOT / "docs/explanation/alternatives.md").read_text()
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     hooks = " ".join(hook["entry"] for hook in repository["hooks"])
     assert repository["repo"] == "local" and all((ROOT / name).exists() for name in re.findall(r"tests/\S+", hooks))

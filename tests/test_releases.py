@@ -92,3 +92,42 @@ def test_an_earlier_release_refuses_published_weights(release: pathlib.Path, tmp
     assert len(lines) == 2 and all("differences" in line for line in lines), done
     assert _run(release, "-m", "treering", "verify", tmp_path / "stream").returncode == 3
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+
+
+_READ = """
+import collections, hashlib, json, sys
+import numpy as np, treering as tr
+
+def plain(value):
+    if isinstance(value, (np.ndarray, np.generic)):
+        return [str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()]
+    if isinstance(value, dict):
+        return [[repr(key), plain(one)] for key, one in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return [plain(one) for one in value]
+    return plain(value[...]) if hasattr(value, "shape") else repr(value)
+
+found = {}
+for path in sys.argv[1:]:
+    try:
+        ckpt = tr.open(path)
+        found[path] = [plain(dict(ckpt.items())), plain(ckpt.metrics), plain(ckpt.metadata)]
+    except tr.errors.UnsupportedError as error:
+        found[path] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.whole
+def test_an_earlier_release_reads_the_same_or_refuses(release: pathlib.Path) -> None:
+    """It ignores a new field only if the values are the same without it; else the error names the feature."""
+    paths = [path for path in sorted((ROOT / "tests/golden").glob("v1-*")) if path.name != "v1-orbax-run"]
+    theirs, ours = (json.loads(_run(source, "-c", _READ, *paths).stdout) for source in (release, ROOT / "src"))
+    refused = {pathlib.Path(path).name: text for path, text in theirs.items() if isinstance(text, str)}
+    assert refused.keys() == {"v1-differences", "v1-differences-in-parts"}
+    for name, text in refused.items():
+        assert f"found that it requires {name.removeprefix('v1-')}; it is undamaged" in text
+    same = {path: found for path, found in theirs.items() if not isinstance(found, str)}
+    assert same == {path: ours[path] for path in same}
+    assert not any(isinstance(found, str) for found in ours.values())

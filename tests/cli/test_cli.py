@@ -805,6 +805,11 @@ def test_every_format_is_shown(tmp_path: pathlib.Path, treering: Any) -> None:
         (["show", "--deep", "x"], 2, "No such option"),
         (["ls", "x", "--best", ":min"], 2, "METRIC:min"),
         (["show", "x", "--best", "loss", "--step", "1"], 2, "--step or --best"),
+        (["diff", "x", "--best", "loss", "--steps", "1", "2"], 2, "--steps or --best, found both"),
+        (["pull", "x", "y", "--version", "1", "--watch"], 2, "--version or --watch, found both"),
+        (["ls", "x", "--json", "--csv"], 2, "--json or --csv, found both"),
+        (["pin", "x"], 2, "expected STEPS or --best"),
+        (["browse", "x"], 2, "browse needs a terminal; use ls and show instead"),
     ],
 )
 def test_wrong_calls_are_one_clear_error(treering: Any, arguments: list[str], code: int, said: str) -> None:

@@ -137,6 +137,8 @@ def test_each_run_of_a_directory_is_copied_and_pruned(tmp_path: pathlib.Path, tr
     found = treering("prune", sweep, "last:1", "--to", old, "--yes", "--json").json
     assert [(pathlib.Path(one["path"]).name, one["deleted"]) for one in found["runs"]] == [("a", [1, 2]), ("b", [1, 2])]
     assert tr.steps(sweep / "a") == [3] and tr.steps(old / "b") == [1, 2]
+    found = treering("prune", sweep, "steps:2", "--yes")  # no run has it
+    assert found.code == 3 and found.err.count("not pruned: ") == 2 and tr.steps(sweep / "a") == [3]
     (next((sweep / "a").glob("step*")) / "treering.json").write_bytes(b"{")
     found = treering("prune", sweep, "steps:3", "--yes")
     assert found.code in (0, 3) and tr.steps(sweep / "b") == [3]

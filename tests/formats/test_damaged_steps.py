@@ -109,6 +109,16 @@ def test_a_step_of_orbax_without_its_metadata(tmp_path: Path) -> None:
     assert [Path(problem.file).name for problem in tr.verify(tmp_path).problems] == ["5"]
 
 
+def test_a_step_of_orbax_without_its_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tr.save(tmp_path / "4", TREE, format="orbax")
+    (file,) = tmp_path.rglob("_METADATA")
+    file.unlink()
+    assert np.array_equal(tr.open(tmp_path / "4")["w"], TREE["w"])
+    with pytest.raises(CorruptError, match="_METADATA: expected the list of the tree's leaves"):
+        tr.restore(tmp_path / "4")
+    assert "its file _METADATA is gone; leaves are named like their arrays" in caplog.text
+
+
 def test_a_lone_file_of_t5x_in_a_run(tmp_path: Path) -> None:
     """A single file of T5X, whose name could also be one of Flax, is recognized by its contents."""
     file = next((REAL / "t5x").rglob("test_t5_tiny.checkpoint_0"))

@@ -493,6 +493,16 @@ def test_metadata_step_and_metrics(tmp_path: Path, metadata: Any, step: Any, met
         assert text["format"] == "pt" and (len(text) == 1) == (step is None)
 
 
+def test_metadata_that_another_program_changes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, tensors = tmp_path / "x.safetensors", {"a": np.ones(2)}
+    tr.save(path, tensors, metadata={"of": "1", "lr": 0.1})
+    with safetensors.safe_open(path, "np") as file:
+        text = file.metadata()
+    safetensors.numpy.save_file(tensors, path, metadata={**text, "of": "2", "more": "3"})
+    assert tr.open(path).metadata == {"of": "2", "lr": 0.1, "more": "3"}
+    assert "newer metadata than Treering recorded are used, those of of" in caplog.text
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"step":-1}', '{"step":"x"}', '{"metrics":{"a":"b"}}', '{"new":1}', "[" * 10**5]
 )

@@ -3,9 +3,10 @@
 ``choose`` takes some mutants of each folder at random, the same for the same seed, and lists them in ``mutants.tsv``
 next to this file. ``add`` takes some of named files, in place of those whose file is gone. ``cover`` runs the tests
 once and notes which of them execute which lines; it needs pytest-cov.
-``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line, and then
-those of its folder. It notes the first test that failed; ``survives`` is what none has noticed. A suite that has
-changed is run again with ``run --again``: it must notice what the one before has noticed.
+``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line and those
+of its folder, or without ``cover`` those that are named here for its file or folder. It notes the first test that
+failed; ``survives`` is what none has noticed, and a reason may follow it by hand. A suite that has changed is run again
+with ``run --again``: it must notice what the one before has noticed.
 """
 
 import argparse
@@ -23,8 +24,19 @@ from .mutate import mutants, mutated
 
 _ROOT = Path(__file__).parents[2]
 _TABLE = Path(__file__).with_name("mutants.tsv")
-# By folder: the tests that are run first, those that are likely to notice.
+# The tests that are run first, those that are likely to notice: of single files, and of folders.
+_TESTS_OF_FILES = {
+    "formats/treering/commit.py": ("tests/formats/test_commit.py", "tests/stores/objects/test_lost_answers.py"),
+    "formats/treering/ledger.py": ("tests/run/test_unchanged.py", "tests/cli/test_copies.py"),
+    "formats/treering/removal.py": ("tests/formats/test_commit.py", "tests/cli/test_deleting.py"),
+    "_run/pending_saves.py": ("tests/run/test_on_error.py", "tests/run/test_run.py"),
+    "_run/step_fallback.py": ("tests/formats/test_damaged_steps.py", "tests/run/test_checkpointer.py"),
+    "_run/tiers/": ("tests/run/test_step_states.py", "tests/run/test_two_places.py", "tests/run/test_host_disks.py"),
+    "_save/pending.py": ("tests/core/test_threads.py", "tests/save/test_save.py", "tests/run/test_on_error.py"),
+    "_save/save_manifest.py": ("tests/formats/test_box_levels.py", "tests/publish/test_publisher.py"),
+}
 _FOLDERS = {
+    "_publish": ("tests/publish", "tests/formats/test_weight_deltas.py", "tests/cli"),
     "_save": ("tests/save", "tests/run"),
     "_restore": ("tests/restore", "tests/formats/test_treering.py"),
     "formats/treering": (
@@ -45,8 +57,10 @@ _FOLDERS = {
 _COVERED = _ROOT / ".coverage"  # by `cover`
 _MAX_COVERING = 150  # of the tests that execute a line, those of the mutant's folder first
 _COLUMNS = ("file", "number", "line", "what", "noticed")
-_SECONDS = 900  # for the tests of one mutant; one that hangs is noticed, too
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)  # a name may have spaces
+_SECONDS = 900  # for one run of tests
+_TEST_SECONDS = 120  # for one test; one that hangs is noticed, too
+# A name may have spaces. Captured lines of the log begin with "ERROR" and several.
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
 def choose(seed: int, each: int) -> None:
@@ -78,19 +92,23 @@ def run(*, again: bool) -> None:
     """Runs the tests with each mutant that was not run, or that was noticed, and notes what noticed it."""
     rows = _read()
     for row in rows:
-        if row["noticed"] and not (again and row["noticed"] not in ("survives", "gone")):
+        if row["noticed"] and not (again and not _is_unnoticed(row)):
             continue
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
             row["noticed"] = _noticed(Path(folder), row)
         print(f"{row['file']}:{row['line']} {row['what']}: {row['noticed']}", flush=True)
         _write(rows)
-    noticed = sum(row["noticed"] not in ("", "survives", "gone") for row in rows)
+    noticed = sum(not _is_unnoticed(row) for row in rows)
     print(f"{noticed} of {len(rows)} mutants are noticed")
+
+
+def _is_unnoticed(row: dict[str, str]) -> bool:
+    return not row["noticed"] or row["noticed"].startswith(("survives", "gone"))
 
 
 def _noticed(folder: Path, row: dict[str, str]) -> str:
     """The first test that fails with a mutant."""
-    shutil.copytree(_ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(_ROOT / "src", folder / "src")  # with the bytecode, which all other files still fit
     file = folder / "src" / "treering" / row["file"]
     source = file.read_text() if file.exists() else ""
     alike = [one for one in mutants(source) if one.what == row["what"]]
@@ -101,13 +119,12 @@ def _noticed(folder: Path, row: dict[str, str]) -> str:
     file.write_text(mutated(source, nearest.number))
     folder.chmod(0o755)  # a test becomes another user, who must get at its files
     first = next(tests for name, tests in _FOLDERS.items() if row["file"].startswith(name + "/"))
+    own = next((tests for name, tests in _TESTS_OF_FILES.items() if row["file"].startswith(name)), first)
     covering = _covering_tests(row["file"], nearest.line, first)
     # Tests that execute a line only in processes that they start are not among the covering ones.
-    soon = ("", covering) if covering else ("not slow and not long", first)
-    runs = [soon, ("", first), *([] if covering else [("", ("tests",))])]
-    for marks, tests in runs:
+    for tests in (covering, first) if covering else (own,):
         ignored: list[str] = []
-        while name := _first_failure(folder, folder / "src", marks, tests, ignored):
+        while name := _first_failure(folder, folder / "src", "" if covering else "not slow", tests, ignored):
             if name.startswith("no test") or not _first_failure(folder, _ROOT / "src", "", (name,), []):
                 return name
             ignored.append(name)  # This test fails here without the mutant too.
@@ -137,7 +154,7 @@ def _covering_tests(file: str, line: int, first: tuple[str, ...]) -> tuple[str, 
 def _first_failure(folder: Path, source: Path, marks: str, tests: tuple[str, ...], ignored: list[str]) -> str | None:
     """The first test that fails, "no test ends" when the tests hang, None when all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-m", marks, "--maxfail=1", *tests]
-    command += [f"--deselect={name}" for name in ignored]
+    command += [f"-o=faulthandler_timeout={_TEST_SECONDS}", *(f"--deselect={name}" for name in ignored)]
     environment = {
         **os.environ,
         "PYTHONPATH": str(source),

@@ -80,6 +80,7 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
             if not isinstance(child, ast.AST) or name in ("annotation", "returns", "decorator_list", "type_params"):
                 continue
             said = isinstance(child, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom)
+            said |= isinstance(child, ast.If) and _text(child.test) == "TYPE_CHECKING"
             named = getattr(child, "name", "") if isinstance(child, ast.FunctionDef) else ""
             if (
                 said

@@ -218,6 +218,9 @@ def test_restore_args_say_the_kinds(tmp_path: Path) -> None:
         items.restore_item(ckpt, "state", ocp.args.PyTreeRestore(restore_args={"w": 1}))
     with pytest.raises(ValueError, match="use rules= of"):
         items.restore_item(ckpt, "state", ocp.args.PyTreeRestore(only, transforms={"w": 1}))
+    with pytest.raises(ValueError, match="transforms_default_to_original=False: not supported"):
+        args = ocp.args.PyTreeRestore(only, transforms={}, transforms_default_to_original=False)
+        items.restore_item(ckpt, "state", args)
 
 
 def test_shapes_differ_only_if_the_program_says_so(tmp_path: Path) -> None:

@@ -550,6 +550,8 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
 def test_options_without_effect_are_logged(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     Options(**options)
     assert [one.levelno for one in caplog.records] == [logging.WARNING]
+    if "read_only" in options:
+        assert "CheckpointManagerOptions: read_only=True, so max_to_keep is ignored" in caplog.text
 
 
 def test_a_manager_that_only_reads(tmp_path: Path) -> None:
@@ -562,6 +564,16 @@ def test_a_manager_that_only_reads(tmp_path: Path) -> None:
         assert reader.latest_step() == 1 and reader.should_save(2) is False
         reader.delete(1)
     assert names(tmp_path) == ["1"]
+
+
+def test_a_step_without_metrics_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager(tmp_path, best_fn=lambda found: found["loss"], max_to_keep=2) as ours:
+        save(ours, 1, metrics={"loss": 0.5})
+        assert not caplog.records
+        save(ours, 2)
+        assert "step 2 has no metrics, and best_fn needs them" in caplog.text
+        with pytest.raises(ValueError, match="step 2 exists; delete it first"):
+            save(ours, 2, force=True)
 
 
 def test_a_callback_after_each_commit(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def test_a_step_knows_its_times(tmp_path: pathlib.Path, write: str) -> None:
         == found.init_timestamp_nsecs
         == int(found.commit_timestamp.timestamp() * 1e6) * 1000
     )
+    with pytest.raises(ValueError, match="expected the step 4, found no complete one"):
+        ocp.step.standard_name_format().find_step(tmp_path, 4)
     if write == "orbax":
         theirs = real.path.step.standard_name_format().find_step(tmp_path, 3)
         assert abs(found.commit_timestamp_nsecs - theirs.commit_timestamp_nsecs) < 1000

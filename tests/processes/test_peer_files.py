@@ -115,6 +115,21 @@ def test_only_plain_files_in_folders_of_the_root_are_served(step: pathlib.Path) 
         assert read(files, "a", 6) == b"served"
 
 
+def test_without_a_thread_a_connection_is_closed(step: pathlib.Path, monkeypatch: Any, caplog: Any) -> None:
+    """A peer may read elsewhere, or raise. The next connection is served, once a thread can start."""
+
+    def refused(*_: threading.Thread) -> None:
+        raise tr.errors.SaveError("no thread can start")
+
+    (step / "a").write_bytes(b"served")
+    with reading_from(step.parent, timeout=0.5) as files:
+        with monkeypatch.context() as patch:
+            patch.setattr(peer_server, "start_threads", refused)
+            assert isinstance(error_of(files, "a", 6), PeerError)
+        assert f"{step.parent}: a peer's connection was closed: no thread can start" in caplog.text
+        assert read(files, "a", 6) == b"served"
+
+
 def test_changed_files_are_not_read(step: pathlib.Path) -> None:
     (step / "a").write_bytes(b"x" * 100)
     with reading_from(step.parent) as files:

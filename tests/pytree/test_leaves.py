@@ -787,6 +787,22 @@ def test_the_advice_about_arrays_keeps_their_values(tmp_path: Path) -> None:
     assert again.dtype == fp8_ops.fm32 and jax.lax.convert_element_type(again, "float32").tolist() == [3]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (np.dtypes.StringDType(), r"b: .*use fixed-width text, numpy\.array\(x\.tolist\(\)\), or bytes"),
+        (np.dtype(np.longdouble), "b: .*whose layout differs between machines; cast it"),
+    ],
+)
+def test_dtypes_without_a_layout_are_refused_with_advice(tmp_path: Path, dtype: Any, said: str) -> None:
+    array = np.array(["1", "2"], np.dtypes.StringDType()).astype(dtype)
+    with pytest.raises(UnsupportedError, match=said):
+        tr.save(tmp_path / "a", {"a": 1, "b": array})
+    fixed = np.array(array.tolist()) if dtype.kind == "T" else array.astype(float)
+    tr.save(tmp_path / "a", {"b": fixed})
+    assert np.array_equal(tr.restore(tmp_path / "a")["b"], fixed)
+
+
 def test_an_extended_dtype_is_refused_with_its_leaf(tmp_path: Path) -> None:
     """JAX has dtypes besides those of keys that are no dtypes of NumPy, such as Flax's fp32-max."""
     state = {"w": jnp.ones(2), "s": {"scale": jnp.ones((2, 3)).astype(fp8_ops.fm32)}}

@@ -52,6 +52,16 @@ def tag_problems(tag: str) -> list[str]:
     ]
 
 
+def link_problems(wheel: Path) -> list[str]:
+    """Returns the links of the description that lead nowhere on PyPI."""
+    with zipfile.ZipFile(wheel) as archive:
+        description = archive.read(f"treering-{__version__}.dist-info/METADATA").decode()
+    relative = re.findall(r"\]\((?!https?:|#)([^)]*)", description)
+    return [
+        f"README.md: expected an absolute link, found {link}; set GITHUB_REPOSITORY=OWNER/NAME" for link in relative
+    ]
+
+
 def wheel_problems(wheel: Path) -> list[str]:
     """Returns what is wrong with a wheel. It must have the files of the package, its metadata, and no others."""
     source = ROOT / "src"
@@ -151,7 +161,7 @@ def main() -> None:
     wheel, sdist = build(folder)
     _run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     tag = os.environ.get("TAG")
-    problems = tag_problems(tag) if tag else []
+    problems = tag_problems(tag) + link_problems(wheel) if tag else []
     problems += wheel_problems(wheel) + sdist_problems(sdist) + differences_of_another_build(wheel, sdist)
     if problems:
         sys.exit("\n".join(problems))

@@ -712,7 +712,7 @@ def test_names_that_lead_out_of_the_directory_are_never_followed(tmp_path: pathl
         assert precious.read_text() == "mine" and file.exists()
 
 
-def test_what_is_a_step_and_what_is_not(tmp_path: pathlib.Path) -> None:
+def test_what_is_a_step_and_what_is_not(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     loop(tmp_path, [3])
     names = [
         "foo7",
@@ -735,6 +735,8 @@ def test_what_is_a_step_and_what_is_not(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CorruptError):
         tr.restore(tmp_path, step=11)
     assert tr.restore(tmp_path)["x"][0] == 3
+    assert tr.Checkpointer(tmp_path).best_step("loss", "min") is None
+    assert "step 11 is damaged and is ignored: " in caplog.text
 
 
 def test_without_a_prefix_the_only_one_there_counts(tmp_path: pathlib.Path) -> None:

@@ -293,9 +293,10 @@ from treering._run.tiers.journal import Journal
 def full(*_): raise OSError(28, "No space left on device")
 def failing(call, *args, **options):
     kept = Journal.retire
-    if INDEX: Journal.retire = full
+    if INDEX == failing.index: Journal.retire = full
     try: return caught(call, *args, **options)
     finally: Journal.retire = kept
+failing.index = 1
 ckpts = run(keep_local=None)
 save(ckpts, 1, 2, 3, 4)
 changed = [failing(ckpts.delete, 1), failing(ckpts.rewind, 3)]
@@ -304,12 +305,15 @@ ckpts.restore(template, step=3)
 refused = failing(save, ckpts, 6)
 ckpts.restore(template)
 save(ckpts, 6)
+failing.index = 0
+changed.append(failing(ckpts.delete, 2))
 ckpts.close()
 report([changed, refused, Lines.text])
 """
     for n, result in enumerate(job(tmp_path, body, hosts="ab")):
         changed, refused, lines = result.report
-        assert changed == [None, None] and refused[0] == "SaveError"
+        assert changed == [None, None, None] and refused[0] == "SaveError"
+        assert sum("step-00000002: deleted without a record: " in line for line in lines) == 1 - n
         assert sum("failed on this disk; the next upload tries again" in line for line in lines) == 2 * n
         assert not any("uploading steps failed" in line or "nothing heard" in line for line in lines)
     folders = [sorted({os.path.dirname(file) for file in _arrays(tmp_path / f"local-{host}")}) for host in "ab"]

@@ -136,6 +136,12 @@ def test_without_a_mean_time_it_is_that_of_many_jobs(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 1 and "a save costs the loop 0.05 s" in caplog.text
 
 
+def test_mtbf_needs_an_automatic_interval(tmp_path: pathlib.Path) -> None:
+    for save_every, mtbf in ((5, 1), ("auto", 0), ("auto", -1)):
+        with pytest.raises(MismatchError, match="expected a timedelta above 0, together with save_every='auto'"):
+            tr.Checkpointer(tmp_path, save_every=save_every, mtbf=datetime.timedelta(mtbf))
+
+
 def test_auto_interval_in_a_real_loop(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """A real loop saves at its first step, and then at the chosen interval."""
     state = {"w": np.zeros(1 << 16, np.float32)}

@@ -202,6 +202,47 @@ def test_memory_stays_unless_the_job_ends_well(
     assert tr.steps(memory) == [] and 9 in tr.steps(remote)
 
 
+class _StuckDisk(Disk):
+    """A disk on which nothing in a folder can be removed, or which another folder cannot be listed of, once stuck."""
+
+    def __init__(self, local: str, remote: str):
+        self._local, self._remote, self.stuck = local, remote, ""
+
+    def _check(self, what: str, path: str | os.PathLike[str], root: str) -> None:
+        if self.stuck == what and str(path).startswith(root):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def unlink(self, path: Any) -> None:
+        self._check("local", path, self._local)
+        super().unlink(path)
+
+    def list(self, path: Any) -> list[str]:
+        self._check("remote", path, self._remote)
+        return super().list(path)
+
+
+@pytest.mark.parametrize(
+    ("stuck", "said"), [("local", "step 2 stays in memory: "), ("remote", "steps stay in memory: ")]
+)
+def test_steps_that_stay_in_memory_are_logged(
+    memory: str, tmp_path: pathlib.Path, use_disk: Any, caplog: pytest.LogCaptureFixture, stuck: str, said: str
+) -> None:
+    """They are uploaded, so the job ends well."""
+    disk = use_disk(_StuckDisk(memory, f"{tmp_path}/remote"))
+    ckpts = tr.Checkpointer(tmp_path / "remote", local=memory, keep_local=None)
+    _save(ckpts, 1, 2)
+    upload_all = ckpts._directory.upload_all  # type: ignore[attr-defined]
+
+    def upload_and_stick() -> None:
+        upload_all()
+        disk.stuck = stuck
+
+    ckpts._directory.upload_all = upload_and_stick  # type: ignore[attr-defined]
+    ckpts.close()
+    disk.stuck = ""
+    assert f"{memory}: {said}" in caplog.text and tr.steps(tmp_path / "remote") == [1, 2]
+
+
 def _refuse(*_: Any, **__: Any) -> str:
     raise OSError(errno.EIO, "no answer")
 

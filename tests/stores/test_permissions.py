@@ -224,6 +224,19 @@ def test_without_locks_leftovers_stay_and_are_logged(
     assert "another job" in caplog.text and caplog.text.count("cannot be locked") == 2
 
 
+def test_leftovers_that_cannot_be_listed_are_logged(
+    tmp_path: pathlib.Path, use_disk: Callable[[Disk], Disk], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unlisted(Disk):
+        def list(self, path: Any) -> list[str]:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    use_disk(Unlisted())
+    tr.save(tmp_path / "w.safetensors", {"w": np.ones(3)})
+    assert "w.safetensors: removing what killed writers left failed: " in caplog.text
+    assert (tmp_path / "w.safetensors").exists()
+
+
 @pytest.mark.long
 def test_a_colleague_of_the_group_may_go_on_after_a_killed_job(tmp_path: pathlib.Path) -> None:
     """The modes of all files allow another user of the group to continue after a killed job."""

@@ -124,6 +124,13 @@ def test_unsupported_tree_is_refused_without_leftovers(tmp_path: pathlib.Path) -
         assert list(tmp_path.iterdir()) == []
 
 
+def test_metrics_that_a_copy_loses_are_logged(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    tr.save(tmp_path / "a", {"w": np.ones(3)}, step=1, metrics={"loss": 0.5}, metadata={"lr": 0.1})
+    tr.convert(tmp_path / "a", tmp_path / "b", format="flax")
+    assert "step and metrics and metadata left out: the format 'flax' cannot store it" in caplog.text
+    assert tr.open(tmp_path / "b").metrics == {}
+
+
 @pytest.mark.parametrize("format", ["flax", "fjformer", "t5x", "levanter", "safetensors", "equinox"])
 def test_what_a_format_cannot_hold_can_be_dropped(tmp_path: pathlib.Path, format: str) -> None:
     tr.save(tmp_path / "a", {"key": jax.random.key(0), "n": 1, "s": "x", "w": np.ones(3)})

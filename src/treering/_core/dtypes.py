@@ -95,7 +95,7 @@ def to_text(dtype: "np.dtype[Any]") -> str:
     if not hasattr(dtype, "kind"):
         raise UnsupportedError(f"dtype {dtype}, which only JAX has; {EXTENDED_HINT}")
     if dtype.kind == "T":
-        raise UnsupportedError(f"dtype {dtype}; use fixed-width text (astype('U')) or bytes")
+        raise UnsupportedError(f"dtype {dtype}; use fixed-width text, numpy.array(x.tolist()), or bytes")
     little = dtype.newbyteorder("<")
     text = little.str if dtype.kind in "US" else dtype.name
     if text in ("float128", "float96", "complex256", "complex192", "longdouble", "clongdouble"):

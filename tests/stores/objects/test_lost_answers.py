@@ -408,6 +408,16 @@ def test_a_run_that_was_dropped_gives_its_lease_back(bucket: Bucket) -> None:
         time.sleep(0.02)
 
 
+def test_a_lease_that_is_not_released_is_logged(bucket: Bucket, monkeypatch: Any, caplog: Any) -> None:
+    ckpts = tr.Checkpointer("odd://t/run")
+    ckpts.save(1, _ONE)
+    ckpts.wait()
+    monkeypatch.setattr(Bucket, "put", _failing(Bucket.put, lambda number, key: key.endswith("writer.lock")))
+    ckpts.close()
+    assert "run: its lease was not released, and will expire: " in caplog.text
+    assert tr.steps("odd://t/run") == [1]
+
+
 def test_a_lock_that_was_copied_from_a_disk_is_nobodys(bucket: Bucket, tmp_path: Any) -> None:
     """A lock file that was copied from a disk to a bucket does not hold the run."""
     with tr.Checkpointer(tmp_path) as ckpts:

@@ -228,7 +228,7 @@ with tr.Checkpointer(sys.argv[2], keep=tr.keep.last(2)) as ckpts:
 
 @pytest.mark.long
 def test_a_run_goes_on_once_a_killed_jobs_lease_has_expired(
-    between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+    between: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A job that renews its lease keeps the run. After a kill a new job acquires it, with a larger generation."""
     quick = "from treering.stores.objects import heartbeat\nheartbeat._RENEWAL_SECONDS = 0.5\n"
@@ -250,6 +250,7 @@ def test_a_run_goes_on_once_a_killed_jobs_lease_has_expired(
         ckpts.save(step + 1, {"w": np.full(1000, step + 1)})
         ckpts.wait()
         second = _generation(place)
+    assert f"process {job.pid} on " in caplog.text and " wrote this run; waiting for up to " in caplog.text
     third = _generation(place)
     assert (first, second, third) == (1, 2, 2)
     assert tr.steps(place)[-1] == step + 1
@@ -258,7 +259,9 @@ def test_a_run_goes_on_once_a_killed_jobs_lease_has_expired(
         assert name.startswith("step-") and len(_names(f"{place}/{name}")) == 2
 
 
-def test_clones_of_a_machine_do_not_take_each_other_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clones_of_a_machine_do_not_take_each_other_for_dead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Two clones share the processes and the heartbeats. The one that renews first keeps the lease, the other stops."""
     buckets = ObjectStore()
     buckets.add("clones://tests", obstore.store.MemoryStore())
@@ -276,6 +279,7 @@ def test_clones_of_a_machine_do_not_take_each_other_for_dead(monkeypatch: pytest
     clone.stopped = False
     clone.renew()
     assert clone.lost and mine.verify() and not mine.lost
+    assert "run/writer.lock: another writer has acquired or removed it" in caplog.text
     with pytest.raises(SaveError, match="another job has acquired this place"):
         clone.check()
     mine.stop(delete=True)
