@@ -64,8 +64,10 @@ class PendingSaves:
 
     def status(self) -> PendingStatus:
         """Returns the state of the saves as it is now."""
-        calls = [pending._call.name for pending in self._saves if not pending.done()]
-        failed = any(pending.failed and not pending.reported for pending in self._saves)
+        running = [pending for pending in self._saves if not pending.done()]
+        calls = [pending._call.name for pending in running]
+        ended = (pending for pending in self._saves if pending not in running)
+        failed = any(pending._error is not None and not pending.reported for pending in ended)
         return PendingStatus(calls, failed and self._failures.raises)
 
     def wait_for_status(self) -> PendingStatus:
@@ -99,7 +101,7 @@ class PendingSaves:
             if pending not in self._saves:
                 continue  # A signal handler has settled it meanwhile.
             self._saves.remove(pending)
-            if not pending.failed:
+            if pending._error is None:
                 self._failures.last_error = None
             elif not pending.reported:
                 if status.raises if status else self._failures.raises:

@@ -99,8 +99,10 @@ class StepSaver:
             return None
         self._collective.check_open()
         with self._collective.call(f"save({step})") as call:
+            uploads = self._directory.uploads
+            together = uploads.together if uploads else None
             status_fields, destination, orders, lease_seconds = call.broadcast(
-                lambda: self._decide_save(step, options.on_exists, force, several)
+                lambda: self._decide_save(step, options.on_exists, force, several, together)
             )
             status = PendingStatus(*status_fields)
             self._pending_saves.reap(status)
@@ -113,9 +115,11 @@ class StepSaver:
             waited = time.perf_counter() - deciding
             path, overwrite = destination
             try:
-                if together := self._together:
+                if together:
                     path = together.prepare(path, orders, self._directory.back_to)
-                pending = self._start(call, path, overwrite, step, tree, options, started_at, waited, lease_seconds)
+                pending = self._start(
+                    call, path, overwrite, step, tree, options, together, started_at, waited, lease_seconds
+                )
             except BaseException as error:
                 if several:  # All processes must have the same list of saves.
                     self._pending_saves.add(PendingSave._already_failed(path, step, call, error))
@@ -127,7 +131,7 @@ class StepSaver:
         return pending
 
     def _decide_save(
-        self, step: int, on_exists: str, force: bool, several: bool
+        self, step: int, on_exists: str, force: bool, several: bool, together: Together | None
     ) -> tuple[PendingStatus, tuple[str, bool] | None, Any, float]:
         """Returns the state of earlier saves, where to save (None to skip the step), and the run's state for peers.
 
@@ -150,12 +154,7 @@ class StepSaver:
             if several and place is not None:
                 self._directory.acquire_run()
             waited = self._directory.lease_seconds - before
-            return status, place, self._together and self._together.orders(), waited
-
-    @property
-    def _together(self) -> Together | None:
-        uploads = self._directory.uploads
-        return uploads.together if uploads else None
+            return status, place, together and together.orders(), waited
 
     def _look(self) -> None:
         """Logs similar steps and runs, once, if the run has no steps.
@@ -176,11 +175,12 @@ class StepSaver:
         step: int,
         tree: Any,
         options: StepOptions,
+        together: Together | None,
         started_at: float,
         waited: float,
         lease_seconds: float,
     ) -> PendingSave:
-        layout, together = self._directory.steps.layout, self._together
+        layout = self._directory.steps.layout
         requested = SaveOptions(
             layout.format, overwrite, options.rules, options.dtype, options.memory_limit, True, False,
             layout.format_options,

@@ -241,7 +241,7 @@ class PendingSave:
     def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, pool: ThreadPool) -> None:
         """Runs the save in the thread that saves."""
         try:
-            with pool, devices.allow_transfers():
+            with contextlib.closing(pool), devices.allow_transfers():
                 self._supply.writers_needed.wait()
                 if previous is not None and not previous.is_set():
                     self._wait_for_previous(previous)

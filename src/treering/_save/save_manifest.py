@@ -43,7 +43,8 @@ class Job(NamedTuple):
     `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
     for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
     is None. `room_maker` frees room if a disk is full. `reuse` finds arrays that earlier steps have; None writes all.
-    `deltas` has made the differences that `encoded` describes.
+    `deltas` has made the differences that `encoded` describes. `own` has the parts of arrays that this process writes;
+    None if it writes its shares of the leaves.
     """
 
     path: str
@@ -57,11 +58,7 @@ class Job(NamedTuple):
     reuse: SaveReuse | None = None
     deltas: Deltas | None = None
     encoded: Encoded | None = None
-
-    @property
-    def own(self) -> OwnParts | None:
-        """The parts of arrays that this process writes; None if it writes its shares of the leaves."""
-        return self.encoded and self.encoded.own
+    own: OwnParts | None = None
 
 
 class ReportedPart(msgspec.Struct, array_like=True, frozen=True):
