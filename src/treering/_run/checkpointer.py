@@ -309,7 +309,7 @@ class Checkpointer(StepList):
                 with self._preemption.staying_due():
                     self._last_state.begin_or_log(self._root, self._preemption.names, self.save)
                 return
-        self._last_state.hold()
+        self._last_state.keep_alive()
 
     def __enter__(self) -> Self:
         return self

@@ -48,7 +48,7 @@ class CollectiveCalls:
             call.close(error)
             raise
 
-    def settle(self, call: coordinator.Call) -> None:
+    def wait_for_saves(self, call: coordinator.Call) -> None:
         """Waits until every save is over. All processes raise a failure that process 0 has not raised yet."""
         self._pending_saves.reap(PendingStatus(*call.broadcast(self._pending_saves.wait_for_status)))
 
@@ -87,6 +87,6 @@ class CollectiveCalls:
 
         def gather_and_settle(call: coordinator.Call) -> None:
             call.gather_and_decide(None, lambda _: None)
-            self.settle(call)
+            self.wait_for_saves(call)
 
         self.run_on_process_0(call_name, action, on_all_processes=gather_and_settle)

@@ -95,8 +95,8 @@ class Retention:
     def free_on_all_hosts(self) -> None:
         """Deletes the files of deleted steps on all hosts, if each host has its own disk."""
         uploads = self._directory.uploads
-        if uploads and uploads.together:
-            uploads.together.free_room()
+        if uploads and uploads.host_changes:
+            uploads.host_changes.free_room()
 
     def collect_garbage(self) -> None:
         """Removes the leftovers of killed jobs, once."""
@@ -153,8 +153,8 @@ class Retention:
     def after_commit_all(self, report: SaveReport) -> None:
         """Follows a commit in all processes: begins an upload if each host has its own disk."""
         uploads = self._directory.uploads
-        if report.step is not None and uploads and uploads.together:
-            uploads.together.saved(report.step)
+        if report.step is not None and uploads and uploads.host_changes:
+            uploads.host_changes.saved(report.step)
 
     def close(self) -> None:
         """Waits for all background jobs, and releases the lease of the run.

@@ -123,7 +123,7 @@ class NativeSave:
             self._call.close()
             raise self._doubt or SaveError(outcome.problem)
         if reuse := self._job.reuse:
-            self._written = [self._with_answer(one) for one in self._written]
+            self._written = [self._with_version(one) for one in self._written]
             reuse.committed(self._written)
         if deltas := self._job.deltas:
             deltas.committed(outcome.identity, self._is_complete)
@@ -134,7 +134,7 @@ class NativeSave:
             outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes, changed
         )
 
-    def _with_answer(self, file: WrittenFile) -> WrittenFile:
+    def _with_version(self, file: WrittenFile) -> WrittenFile:
         """Returns a file with the answer of the store to it; see `Sink.stored`."""
         if file.is_reused or (stored := self._sinks[file.listed.name].stored) is None:
             return file
@@ -163,19 +163,19 @@ class NativeSave:
         return [files.token, files.made, job.reuse and job.reuse.find_bases()]
 
     def _make_plan(self, token: str, bases: Any) -> None:
-        job, supply, call, most = self._job, self._supply, self._call, self._store.object_bytes
+        job, supply, call, max_file_bytes = self._job, self._supply, self._call, self._store.object_bytes
         entries, shares = (job.own.entries, job.own.shares) if job.own else (job.catalogue.entries, job.shares)
-        if shares and most and not job.own:
-            shares = assignment.cut_assignments(entries, shares, most)
+        if shares and max_file_bytes and not job.own:
+            shares = assignment.cut_assignments(entries, shares, max_file_bytes)
             self._job = job._replace(shares=shares)
-        plan = array_files.plan_files(entries, supply, shares, call.index, most, job.reuse, bases)
+        plan = array_files.plan_files(entries, supply, shares, call.index, max_file_bytes, job.reuse, bases)
         if shares is not None:
             self._copies = second_copies.plan(entries, supply.shards, shares, call.index, call.count, token)
         if shares is not None or plan.is_reordered or (job.reuse and job.reuse.deferred):
             taken = [*plan.to_write, *itertools.chain(*(copy.pieces for copy in self._copies))]
             supply.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
         self._plan = plan
-        alone = most and shares is None
+        alone = max_file_bytes and shares is None
         self._spread = _spread(job.catalogue, plan.pieces) if alone else job.catalogue.shardings
         self._names = layout.names(token, len(plan.shared) + len(plan.files), call.index, call.count)
 
@@ -185,12 +185,12 @@ class NativeSave:
         plan, supply = self._plan, self._supply
         self._call.set_activity("writing")
         shared = zip(self._names, plan.shared, strict=False)
-        self._written = [ledger.share(self._files, name, one) for name, one in shared]
+        self._written = [ledger.link_or_copy(self._files, name, one) for name, one in shared]
         if plan.shared:
             supply.on_progress(sum(one.listed.size - one.listed.header for one in self._written))
         for name, file in zip(self._names[len(plan.shared) :], plan.files, strict=True):
             same = self._same_file(file) if self._job.reuse else None
-            self._written.append(ledger.share(self._files, name, same) if same else self._write_file(name, file))
+            self._written.append(ledger.link_or_copy(self._files, name, same) if same else self._write_file(name, file))
         for copy in self._copies:
             self._write_copy(copy)
         if self._call.index:  # Process 0 syncs the names in its folder with the commit.
@@ -201,7 +201,7 @@ class NativeSave:
     def _same_file(self, file: PlannedFile) -> WrittenFile | None:
         """Returns a file of an earlier step with the same bytes as a file to write, if there probably is one."""
         plan, reuse = self._plan, self._job.reuse
-        if reuse is None or file.first + len(file.begins) > plan.likely:
+        if reuse is None or file.first + len(file.begins) > plan.compare_first:
             return None
         found = reuse.same_layout(file, plan.numbers_in(file))
         if found is None or array_files.has_same_bytes(found, file, plan.to_write, self._supply, self._pool):

@@ -53,7 +53,7 @@ class TieredRun(TierReads):
         self._generation = Generation(remote.steps.store, remote.root)
         self.remote_retention = Retention(remote, keep)
         self._has_deleted = False  # True if local steps were deleted since a save last waited for room
-        self.together: JointChanges | None = None
+        self.host_changes: JointChanges | None = None
         self._uploader = Uploader(self, self.remote_retention, bytes_per_second, notify, timeout)
 
     @property
@@ -77,7 +77,7 @@ class TieredRun(TierReads):
 
     def is_on_two_hosts(self, path: str) -> bool:
         """Returns True if the disks of two hosts have each file of the local step at a path."""
-        return self.together is not None and self.together.is_on_two_hosts(path)
+        return self.host_changes is not None and self.host_changes.is_on_two_hosts(path)
 
     @property
     def uploading_step(self) -> int | None:
@@ -102,7 +102,7 @@ class TieredRun(TierReads):
                 "second copy give each of several hosts a disk of its own", self.local.root,
             )  # fmt: skip
         if group:
-            self.together = JointChanges(self.root, self.local.root, group, self._uploader, copies, self.retain)
+            self.host_changes = JointChanges(self.root, self.local.root, group, self._uploader, copies, self.retain)
 
     # Writing
 
@@ -199,8 +199,8 @@ class TieredRun(TierReads):
         self._retain(None)
 
     def end_writing(self) -> SaveError | None:
-        if self.together:
-            self.together.wait_for_copies()  # They write to this disk, which the next job may acquire after this.
+        if self.host_changes:
+            self.host_changes.wait_for_copies()  # They write to this disk, which the next job may acquire after this.
         if self.index:
             self._uploader.lift_limit()
             self._uploader.wait()  # Process 0 leads the upload and waits for it there.
@@ -320,8 +320,8 @@ class TieredRun(TierReads):
 
         if not call.broadcast(lambda: self.claimed and probe.is_memory_of_host(local.steps.store, local.root)):
             return
-        if self.together:
-            self.together.wait_for_copies()  # They would bring files back.
+        if self.host_changes:
+            self.host_changes.wait_for_copies()  # They would bring files back.
         call.broadcast(lambda: clear_steps(local, self.remote, missing))
         if self.host_group:
             self.host_group.clear(call)

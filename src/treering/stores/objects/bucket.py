@@ -201,14 +201,14 @@ class Bucket:
         """Returns all objects below a key, sorted by name."""
         return sorted(self.list_at_most(key, None) or ())
 
-    def list_at_most(self, key: str, most: int | None) -> "list[ObjectMeta] | None":
-        """Returns all objects below a key; None if there are more than `most`."""
+    def list_at_most(self, key: str, limit: int | None) -> "list[ObjectMeta] | None":
+        """Returns all objects below a key; None if there are more than `limit`."""
 
         def ask() -> list[ObjectMeta] | None:
             found: list[ObjectMeta] = []
             for page in self._obstore.list(self.client, prefix=key or None):
                 found += [_object_meta(one) for one in page if one["path"] != key]
-                if most is not None and len(found) > most:
+                if limit is not None and len(found) > limit:
                     return None
             above = (
                 {key for one in found for key in _parent_keys(one.key)} if any(not one.nbytes for one in found) else ()

@@ -203,7 +203,7 @@ class Uploads:
             self._pending[path] = upload
         while not self._slots.acquire(timeout=_LOST_POLL_SECONDS):
             for one in list(self._pending.values()):
-                one.settle()  # A thread that ended without a result has not released its slot.
+                one.end_if_lost()  # A thread that ended without a result has not released its slot.
         thread = Thread(target=upload.run, name="treering-upload", daemon=False)
         try:
             start_threads(thread)
@@ -277,7 +277,7 @@ class Upload:
         self.is_over.wait()
         self._end()
 
-    def settle(self) -> None:
+    def end_if_lost(self) -> None:
         """Ends the upload if its thread has ended."""
         if self.is_over.is_set():
             self._end()
