@@ -16,7 +16,7 @@ from .._save.pending import PendingSave
 from .._save.target import metadata_to_json
 from ..errors import UnsupportedError
 from ..rules import Rule
-from .failures import log_failure
+from .pending_saves import log_failure
 
 _log = logging.getLogger("treering")
 

@@ -20,7 +20,7 @@ from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
 from ..stores.store import LOCK_NAME
 from ..stores.temporary_names import clock_probe_target, final_name
-from . import links, run_layout
+from . import run_layout
 from .background_queue import BackgroundQueue
 from .run_directory import RunDirectory
 from .step_catalog import SavedStep, unwanted_emptied
@@ -343,7 +343,7 @@ class Retention:
         return {one.step: committed[one.step] for one in saved if one.step in committed and one.step not in wanted}
 
     def _links_to_steps(self) -> dict[str, tuple[str, ...]]:
-        return links.find_links(self._steps.store, self._steps.root)
+        return run_layout.find_links(self._steps.store, self._steps.root)
 
     def _is_protected(self, step: int, path: str, linked: Mapping[str, tuple[str, ...]]) -> bool:
         """Returns True if a step is pinned or a link, or if a link leads to it, which is logged once."""
@@ -352,7 +352,7 @@ class Retention:
         leading = linked.get(posixpath.basename(path))
         if leading and path not in self._logged_links:
             self._logged_links.add(path)
-            _log.warning("%s: step %d stays: %s to it", self._steps.root, step, links.describe_links(leading))
+            _log.warning("%s: step %d stays: %s to it", self._steps.root, step, run_layout.describe_links(leading))
         return leading is not None
 
     def _warn_of_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:

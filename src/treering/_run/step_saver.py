@@ -15,9 +15,8 @@ from .._save.unchanged import UnchangedArrays
 from ..errors import MismatchError, SaveError, UnsupportedError
 from . import resume
 from .collective import CollectiveCalls
-from .failures import Failures
 from .last_state import LastState, StepOptions
-from .pending_saves import PendingSaves, PendingStatus
+from .pending_saves import Failures, PendingSaves, PendingStatus
 from .retention import Retention
 from .run_directory import HostChanges, RunDirectory
 from .schedule import Schedule

@@ -21,9 +21,9 @@ from .._processes import coordinator
 from .._pytree import devices
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.staged_supply import StagedSupply
+from .._threads.forks import WeakRegistry
 from .._threads.pool import ThreadPool
 from .._threads.thread import Latch, Thread, lost_thread
-from .._threads.weak_registry import WeakRegistry
 from ..errors import RequestError, SaveError, TreeringError, UnsupportedError
 from ..stores.read_errors import is_full
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import RequestError, TreeringError
 from .buffers import aligned, copy
-from .objects.bucket import MAX_UNCOPIED_BYTES, Bucket, ObjectMeta, Version
-from .objects.keys import relative_key
+from .objects.bucket import MAX_UNCOPIED_BYTES, Bucket, ObjectMeta, Version, relative_key
 from .objects.request_errors import ChangedError, missing
 from .objects.store import ObjectStore
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, TypeVar
 
-from ..._threads.weak_registry import WeakRegistry
+from ..._threads.forks import WeakRegistry
 from ...errors import SaveError
 from ...stores.buffers import aligned
 from ...stores.file_io import remove_unused

@@ -24,6 +24,16 @@ T = TypeVar("T")
 Version = tuple[str | None, str | None]  # the ETag, and the version number in stores that have one
 
 
+def join_key(folder: str, name: str) -> str:
+    """Returns the key or URL of a name in a folder."""
+    return f"{folder}/{name}" if folder and name else folder or name
+
+
+def relative_key(folder: str, key: str) -> str:
+    """Returns the name within a folder of an object below it."""
+    return key[len(folder) + 1 :] if folder else key
+
+
 def now() -> float:
     """Returns seconds of a clock that also runs while the machine is suspended, where the system has one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

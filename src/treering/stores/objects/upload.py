@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..._threads.forks import free_in_children
+from ..._threads.forks import WeakRegistry, free_in_children
 from ..._threads.thread import Latch, Thread, lost_thread, start_threads
-from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError, UnsupportedError
 from ..buffers import aligned, round_up
 from ..store import FinishedFile
