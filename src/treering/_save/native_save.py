@@ -47,10 +47,7 @@ from ..errors import SaveError, TreeringError
 from ..formats.treering import host_files, ledger, manifest
 from ..formats.treering.commit import Transaction
 from ..formats.treering.ledger import WrittenFile
-from ..formats.treering.manifest_fields import (
-    File,
-    Published,
-)
+from ..formats.treering.manifest_fields import File, Published
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
@@ -58,7 +55,7 @@ from . import array_files, layout, save_manifest, second_copies
 from .array_files import FilePlan
 from .layout import PlannedFile
 from .room import Room
-from .save_manifest import Job, ReportedPart
+from .save_manifest import Job, ProcessReport, ReportedPart
 from .second_copies import OptionalSink, PlannedCopy
 
 _log = logging.getLogger("treering")
@@ -238,9 +235,9 @@ class NativeSave:
         assert files
         call.set_activity("waiting for the commit")
         firsts = itertools.accumulate((len(one.numbers) for one in self._written), initial=0)
-        report = [(one.listed, first) for one, first in zip(self._written, firsts, strict=False)]
-        message = msgspec.to_builtins([report, self._copied, self._plan.runs, self._parts()])
-        outcome = Committed(*self._room.gather_and_decide(message, self._publish))
+        written = [(one.listed, first) for one, first in zip(self._written, firsts, strict=False)]
+        report = ProcessReport(written, self._copied, self._plan.runs, self._parts())
+        outcome = Committed(*self._room.gather_and_decide(msgspec.to_builtins(report), self._publish))
         try:
             if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
                 self._share_manifest(outcome.manifest_bytes)
@@ -263,20 +260,17 @@ class NativeSave:
             first += len(one.numbers)
         return found
 
-    def _publish(self, reports: Sequence[Any]) -> list[Any]:
+    def _publish(self, messages: Sequence[Any]) -> list[Any]:
         """Seals the manifest of the files that all processes report, and publishes it. Called in process 0."""
         files, job = self._files, self._job
         assert isinstance(files, Transaction)
-        listed = [[msgspec.convert(one, File) for one, _ in report] for report, *_ in reports]
-        firsts = [[first for _, first in report] for report, *_ in reports]
-        copies = [[msgspec.convert(one, File) for one in report] for _, report, *_ in reports]
-        runs = [runs for *_, runs, _ in reports]
-        parts = [msgspec.convert(parts, list[ReportedPart]) for *_, parts in reports]
-        differences = save_manifest.arrays_with_differences(job, parts)
+        reports = [msgspec.convert(message, ProcessReport) for message in messages]
+        listed, copies = [report.listed for report in reports], [report.copies for report in reports]
+        differences = save_manifest.arrays_with_differences(job, reports)
         self._is_complete = not differences
         self._published = save_manifest.published(job, differences) if job.deltas else None
         self._manifest = data = save_manifest.seal(
-            job, self._plan.pieces, self._spread, listed, firsts, runs, parts, differences, self._published
+            job, self._plan.pieces, self._spread, reports, differences, self._published
         )
         check: Callable[[], None] | None = None
         if any(listed[1:]) and not job.hosts:
