@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 import treering as tr
+from treering.formats.treering import manifest
 
 _HERE = str(pathlib.Path(tr.__file__).parent)
 BYTES = ("read", "written", "parsed", "hashed", "copied")
@@ -123,6 +124,7 @@ def _bytes() -> Iterator[Counter[str]]:
     places: list[tuple[Any, str, str, Any]] = [
         (msgspec.json, "decode", "parsed", nbytes),
         (xxhash, "xxh3_64_hexdigest", "hashed", nbytes),
+        (manifest, "xxh3", "hashed", nbytes),
         (np, "copyto", "copied", of_array),
         (np, "concatenate", "copied", of_arrays),
         (np, "array", "copied", of_array),

@@ -22,7 +22,7 @@ _ADAPTER = {
 }  # fmt: skip
 # May only shrink. `Difference`, `Policy` and `Stored` are public or parts of public signatures.
 _SHARED = {
-    "Difference", "Disk", "File", "Layout", "Placement", "Policy", "Stored", "Uploads", "Version", "_Handler",
+    "Difference", "File", "Layout", "Placement", "Policy", "Stored", "Uploads", "Version", "_Handler",
     "_Search",
 }  # fmt: skip
 _EXTERNAL = frozenset(ROOT.joinpath("tests", "external_names.txt").read_text().splitlines())

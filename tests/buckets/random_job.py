@@ -257,8 +257,8 @@ class _Running:
             ckpts.save(step, tree(value))
             ckpts.wait()
             self.report("committed", step, value)
-            if plan.copies[n] and directory.together and directory.together._copies:
-                directory.together._copies.wait()
+            if plan.copies[n] and directory.host_changes and directory.host_changes._copies:
+                directory.host_changes._copies.wait()
             if plan.uploads[n]:
                 directory._uploader.wait()
         try:

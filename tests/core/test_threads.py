@@ -1,7 +1,9 @@
 """Tests of threads that end without a sign, as when no memory is left even for an error: nothing waits for them."""
 
+import itertools
 import os
 import pathlib
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -175,3 +177,31 @@ print("ended")
 """
     exit_code, output = zygote.Process(code, os.environ).communicate(60)
     assert exit_code == 0 and output.rstrip().endswith("ended"), output
+
+
+def test_a_latch_may_be_set_while_it_is_asked() -> None:
+    """Another thread may set a latch between any two steps of `is_set` and `wait`."""
+
+    def asked(ask: Callable[[thread.Latch], bool], count: int) -> bool:
+        """Sets the latch before the step of that number. Returns False if there are fewer."""
+        latch, steps = thread.Latch(lambda: False), itertools.count()
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            frame.f_trace_opcodes = frame.f_code.co_filename == thread.__file__
+            if event == "opcode" and next(steps) == count:
+                sys.settrace(None)
+                latch.set()
+            return trace
+
+        sys.settrace(trace)
+        try:
+            ask(latch)
+        finally:
+            sys.settrace(None)
+        return next(steps) > count
+
+    for ask in (thread.Latch.is_set, lambda latch: latch.wait(0.001)):
+        counts = itertools.count()
+        while asked(ask, next(counts)):
+            pass
+        assert next(counts) > 5

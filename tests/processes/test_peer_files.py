@@ -20,7 +20,7 @@ import treering as tr
 from jobs import run_job
 from treering import stores
 from treering._core.calls import SINGLE_PROCESS
-from treering._processes import peer_server, peers
+from treering._processes import peer_files, peer_server
 from treering._processes.peer_files import PeerFiles
 from treering._processes.peer_server import PeerServer
 from treering._restore.checkpoint import Checkpoint
@@ -277,12 +277,12 @@ def has_ipv6() -> bool:
 def test_a_process_listens_where_its_peers_can_reach_it(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, coordinator: Any, other: str, listening: Any
 ) -> None:
-    public = peers._address_towards("192.0.2.1", 99)
+    public = peer_files._address_towards("192.0.2.1", 99)
     if (public is None and "192.0.2" in f"{coordinator} {other}") or (other == "::1" and not has_ipv6()):
         pytest.skip("this machine has no such network")
-    monkeypatch.setattr(peers, "coordinator_address", lambda: coordinator)
+    monkeypatch.setattr(peer_files, "coordinator_address", lambda: coordinator)
     call: Any = OneOf([True, public if other == "same" else other], "it has no disk")
-    files = peers.join(call, stores.get(str(tmp_path)), str(tmp_path), 0)
+    files = peer_files.join(call, stores.get(str(tmp_path)), str(tmp_path), 0)
     address = files._addresses[0]
     files.close()
     if listening is None:
@@ -295,7 +295,7 @@ def test_a_process_listens_where_its_peers_can_reach_it(
 def test_a_single_host_serves_nothing(tmp_path: pathlib.Path) -> None:
     call: Any = OneOf([False, None], None)
     for one in (call, SINGLE_PROCESS):
-        files = peers.join(one, stores.get(str(tmp_path)), str(tmp_path), 0)
+        files = peer_files.join(one, stores.get(str(tmp_path)), str(tmp_path), 0)
         assert files._addresses == {}
         with pytest.raises(PeerError, match=r"process 1 .*it serves no files"):
             files.read_into(1, "step-1", "a", memoryview(bytearray(1)), 0)
@@ -440,7 +440,7 @@ def test_a_file_that_no_host_has_is_missing(tmp_path: pathlib.Path) -> None:
 # over the folders of the hosts. `opened` opens it in a process.
 JOB = """
 import posixpath, shutil, threading
-from treering._processes import consistency, coordinator, peers
+from treering._processes import consistency, coordinator, peer_files
 from treering._restore.checkpoint import Checkpoint
 from treering.formats.treering.read import Reader
 from treering.stores.nearest_copy import HeldFile, NearestCopyStore, Place
@@ -475,7 +475,7 @@ def step(copies):
 def joined(timeout=20):
     call = coordinator.begin_call("peers", timeout=timeout)
     with coordinator.ending_call(call):
-        files = peers.join(call, stores.get(str(local)), str(local), leader)
+        files = peer_files.join(call, stores.get(str(local)), str(local), leader)
         call.close()
     return files
 

@@ -28,7 +28,7 @@ from treering._run.retention import Retention
 from treering._run.run_layout import RunLayout
 from treering._run.step_catalog import StepCatalog
 from treering._run.tiers import host_group, step_states
-from treering._run.tiers.journal import Claim, Contents, Generations
+from treering._run.tiers.journal import Claim, Generations, JournalContents
 from treering._run.tiers.local_tier import LocalTier
 from treering._run.tiers.tiered_run import TieredRun
 from treering._save import write
@@ -657,8 +657,8 @@ def test_merge_does_not_depend_on_the_order(data: st.DataObject) -> None:
     )
     steps = st.dictionaries(st.sampled_from(["step-1", "step-2"]), st.sampled_from(["", "i", "j"]))
     retired = st.dictionaries(st.sampled_from("ij"), st.sampled_from(["archived", "deleted"]))
-    journals = [Contents("run", name, tuple(data.draw(st.lists(claim))), data.draw(retired)) for name in "abc"]
-    disks = [step_states.Disk(one, data.draw(steps)) for one in journals]
+    journals = [JournalContents("run", name, tuple(data.draw(st.lists(claim))), data.draw(retired)) for name in "abc"]
+    disks = [step_states.DiskReport(one, data.draw(steps)) for one in journals]
     generations = data.draw(st.none() | st.builds(Generations, st.sampled_from("xy"), st.just(5), st.integers(0, 3)))
     remote, is_empty = data.draw(steps), generations is None and data.draw(st.booleans())
 

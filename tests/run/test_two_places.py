@@ -29,7 +29,7 @@ from fault_proxy import Proxy, proxy
 from jobs import run_job
 from treering import stores
 from treering._run.tiers import uploader as copies
-from treering._run.tiers.journal import Claim, Contents, Generations, Journal, begin_series
+from treering._run.tiers.journal import Claim, Generations, Journal, JournalContents, begin_series
 from treering.errors import (
     CorruptError,
     ExistsError,
@@ -834,7 +834,7 @@ def test_a_local_run_that_was_written_alone_meanwhile_goes_on(local: str, remote
 
 
 def _later(data: bytes) -> bytes:
-    kind = Contents if b'"disk"' in data else Generations
+    kind = JournalContents if b'"disk"' in data else Generations
     return manifest.seal(msgspec.structs.replace(msgspec.json.decode(data, type=kind), version=2))
 
 

@@ -20,21 +20,21 @@ MAX_RATIO = 100.0  # bytes in memory for each stored byte
 _EXEMPT_BYTES = 64 << 20  # bytes that every checkpoint may use, even beyond that ratio
 
 
-def check_bound(most: Any) -> None:
+def check_bound(max_ratio: Any) -> None:
     """Raises `MismatchError` for anything but a number from 1."""
-    if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 1:
-        raise MismatchError(f"max_expansion={most!r}: expected a number from 1, or math.inf")
+    if isinstance(max_ratio, bool) or not isinstance(max_ratio, int | float) or not max_ratio >= 1:
+        raise MismatchError(f"max_expansion={max_ratio!r}: expected a number from 1, or math.inf")
 
 
-def check(source: Source, entries: Iterable[ArrayEntry], name: str, most: float) -> None:
-    """Raises `MismatchError` if arrays of a source take more than `most` bytes for each stored byte."""
-    check_bound(most)
-    if not expands(source) or most == math.inf:
+def check(source: Source, entries: Iterable[ArrayEntry], name: str, max_ratio: float) -> None:
+    """Raises `MismatchError` if arrays of a source take more than `max_ratio` bytes for each stored byte."""
+    check_bound(max_ratio)
+    if not expands(source) or max_ratio == math.inf:
         return
     total = sum(entry.nbytes for entry in entries)
-    if total > _bound(source, most):
+    if total > _bound(source, max_ratio):
         raise MismatchError(
-            f"{name}: expected arrays of at most {most:g} times the {nbytes(source.nbytes)} that are stored, found "
+            f"{name}: expected arrays of at most {max_ratio:g} times the {nbytes(source.nbytes)} stored, found "
             f"{nbytes(total)}. Many leaves may share one array, or the arrays compress well. If you trust this "
             "checkpoint, pass max_expansion=math.inf"
         )

@@ -124,7 +124,7 @@ class LazyArray:
         import numpy as np
 
         from . import printing
-        from .heat_map import heat_map
+        from .printing import heat_map
 
         is_number = self._entry.type != "key" and self.dtype.kind not in "MmUSO"
         if not is_number or self.size < 2 or self.nbytes > _PICTURE_BYTES:

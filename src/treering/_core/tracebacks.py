@@ -17,15 +17,6 @@ F = TypeVar("F", bound=Callable[..., object])
 C = TypeVar("C", bound=type)
 
 
-class _WithoutFrames:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, _USAGE_ERRORS) and all(frame in _HIDDEN_FILES for frame in _folders(traceback)):
-            error.__traceback__ = None  # Python adds the frames above this one while the error goes up.
-
-
 def _folders(traceback: TracebackType | None) -> Iterator[str]:
     """Yields the file of each frame's code, with `_PACKAGE_FOLDER` for all files of this library."""
     while traceback:
@@ -39,7 +30,6 @@ _HIDDEN_FILES = {
     _PACKAGE_FOLDER,
     contextlib.__file__,
 }  # Any other frame is the user's, such as a function passed to the library.
-_without_frames = _WithoutFrames()
 
 
 def hide_internal_frames(function: F) -> F:
@@ -52,10 +42,12 @@ def hide_internal_frames(function: F) -> F:
     @functools.wraps(function)
     def call(*args: object, **options: object) -> object:
         try:
-            with _without_frames:
-                return function(*args, **options)
-        except (TypeError, MismatchError) as error:
-            migration_hints.add_hint(error, function, args, options)
+            return function(*args, **options)
+        except (TypeError, *_USAGE_ERRORS) as error:
+            if isinstance(error, _USAGE_ERRORS) and _HIDDEN_FILES.issuperset(_folders(error.__traceback__)):
+                error.__traceback__ = None  # Python adds the frames above this one while the error goes up.
+            if isinstance(error, TypeError | MismatchError):
+                migration_hints.add_hint(error, function, args, options)
             raise
 
     return call  # type: ignore[return-value]

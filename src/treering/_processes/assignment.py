@@ -99,9 +99,9 @@ def assign_states(entries: Sequence[Any], count: int) -> dict[int, Assignment]:
     return {n: Assignment([one.box(process) for process in range(count)], range(count)) for n, one in stored.items()}
 
 
-def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piece]:
-    """Returns the pieces of a process that writes alone; pieces of more than `most` bytes are cut up."""
-    part_shapes = _part_shapes(entries, ((piece.leaf, piece.box) for piece in pieces), most)
+def cut(entries: Sequence[Any], pieces: Sequence[Piece], max_bytes: int) -> list[Piece]:
+    """Returns the pieces of a process that writes alone; pieces of more than `max_bytes` are cut up."""
+    part_shapes = _part_shapes(entries, ((piece.leaf, piece.box) for piece in pieces), max_bytes)
     found: list[Piece] = []
     for piece in pieces:
         if piece.leaf not in part_shapes:
@@ -116,9 +116,11 @@ def cut(entries: Sequence[Any], pieces: Sequence[Piece], most: int) -> list[Piec
     return found
 
 
-def cut_assignments(entries: Sequence[Any], shares: Mapping[int, Assignment], most: int) -> dict[int, Assignment]:
-    """Returns the shares with boxes of more than `most` bytes cut up. The writer of a box writes all of its parts."""
-    part_shapes = _part_shapes(entries, ((leaf, box) for leaf, share in shares.items() for box in share.boxes), most)
+def cut_assignments(entries: Sequence[Any], shares: Mapping[int, Assignment], max_bytes: int) -> dict[int, Assignment]:
+    """Returns the shares with boxes of more than `max_bytes` cut up. The writer of a box writes all of its parts."""
+    part_shapes = _part_shapes(
+        entries, ((leaf, box) for leaf, share in shares.items() for box in share.boxes), max_bytes
+    )
     found = dict(shares)
     for leaf, shape in part_shapes.items():
         parts = [(part, n) for n, box in enumerate(shares[leaf].boxes) for part in _parts_of_shape(box, shape)]
@@ -126,31 +128,33 @@ def cut_assignments(entries: Sequence[Any], shares: Mapping[int, Assignment], mo
     return found
 
 
-def cells_of(boxes: Sequence[Box], itemsize: int, most: int) -> list[Box]:
-    """Returns the boxes of an array, all cut up if the largest has more than `most` bytes."""
-    shape = _part_shape(boxes, itemsize, most)
+def cells_of(boxes: Sequence[Box], itemsize: int, max_bytes: int) -> list[Box]:
+    """Returns the boxes of an array, all cut up if the largest has more than `max_bytes`."""
+    shape = _part_shape(boxes, itemsize, max_bytes)
     return [part for box in boxes for part in _parts_of_shape(box, shape)] if shape else list(boxes)
 
 
-def _part_shapes(entries: Sequence[Any], boxes: Iterable[tuple[int, Box]], most: int) -> dict[int, tuple[int, ...]]:
-    """Returns the shape of the parts, in elements, for each leaf that has a box of more than `most` bytes."""
+def _part_shapes(
+    entries: Sequence[Any], boxes: Iterable[tuple[int, Box]], max_bytes: int
+) -> dict[int, tuple[int, ...]]:
+    """Returns the shape of the parts, in elements, for each leaf that has a box of more than `max_bytes`."""
     by_leaf: dict[int, list[Box]] = {}
     for leaf, box in boxes:
         by_leaf.setdefault(leaf, []).append(box)
-    found = ((leaf, _part_shape(own, dtypes.itemsize(entries[leaf].dtype), most)) for leaf, own in by_leaf.items())
+    found = ((leaf, _part_shape(own, dtypes.itemsize(entries[leaf].dtype), max_bytes)) for leaf, own in by_leaf.items())
     return {leaf: shape for leaf, shape in found if shape}
 
 
-def _part_shape(boxes: Sequence[Box], itemsize: int, most: int) -> tuple[int, ...] | None:
-    """Returns the shape of the parts of an array's boxes; None if no box has more than `most` bytes.
+def _part_shape(boxes: Sequence[Box], itemsize: int, max_bytes: int) -> tuple[int, ...] | None:
+    """Returns the shape of the parts of an array's boxes; None if no box has more than `max_bytes`.
 
     A part of this shape is contiguous in its box. The shape is the same for every box, so that a grid of boxes
     stays a grid.
     """
     shape = [max(stop - start for start, stop in axis) for axis in zip(*boxes, strict=True)]
-    if itemsize * math.prod(shape) <= most:
+    if itemsize * math.prod(shape) <= max_bytes:
         return None
-    return box_shape(next(slice_boxes(shape, itemsize, most)))
+    return box_shape(next(slice_boxes(shape, itemsize, max_bytes)))
 
 
 def _parts_of_shape(box: Box, shape: Sequence[int]) -> Iterator[Box]:

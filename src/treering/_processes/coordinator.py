@@ -30,34 +30,18 @@ def begin_call(what: str, *, timeout: float = 30, processes: str = "all") -> Cal
     if processes not in ("all", "this"):
         raise MismatchError(f"processes={processes!r}: expected 'all' or 'this'")
     check_timeout(timeout)
-    job = _job() if processes == "all" else None
-    if job and job[0] is None:
+    if processes == "this" or (job := _job(what)) is None:
+        return SingleProcessCall()
+    if job[0] is None:
         import jax
 
         raise UnsupportedError(
             f"{what}: expected the key-value store of the job in the private module where JAX keeps it, found none in "
             f"JAX {jax.__version__}; use a Treering for this JAX, or processes='this'"
         )
-    if job and job[0] is _inherited_client:
+    if job[0] is _inherited_client:
         raise UnsupportedError(f"{what}: this is a forked child of a process of the job, and not one itself")
-    if not job:
-        if processes == "all":
-            _check_not_shut_down(what)
-        return SingleProcessCall()
     return MultiProcessCall(*job, what, timeout, liveness.start_signs(*job))
-
-
-def _check_not_shut_down(what: str) -> None:
-    """Raises `MismatchError` if there are still several processes, but no store any more by which they can agree."""
-    job = job_state()
-    if job and job.client is None and (job.num_processes or 1) > 1:
-        import jax
-
-        if (count := jax.process_count()) > 1:
-            raise MismatchError(
-                f"{what}: expected a job of {count} processes, found that jax.distributed.shutdown() has ended it; "
-                "make this call before, or pass processes='this' to save the data of this process alone"
-            )
 
 
 @contextlib.contextmanager
@@ -117,16 +101,24 @@ def forget_after_fork() -> None:
         _inherited_client = job.client
 
 
-def _job() -> tuple[Any, int, int] | None:
+def _job(what: str | None = None) -> tuple[Any, int, int] | None:
     """Returns the client of the store, the index of this process and the number of processes; None for one process.
 
     The client is None if this release of JAX does not keep it where Treering looks.
+
+    Raises `MismatchError` for the call `what` if there are still several processes, but no store by which they agree.
     """
-    if job := job_state():
-        is_multi = job.client is not None and (job.num_processes or 1) > 1
-        return (job.client, job.process_id, job.num_processes) if is_multi else None
     import jax
 
+    if (job := job_state()) and (job.client is None or (job.num_processes or 1) == 1):
+        if what and job.client is None and (job.num_processes or 1) > 1 and (count := jax.process_count()) > 1:
+            raise MismatchError(
+                f"{what}: expected a job of {count} processes, found that jax.distributed.shutdown() has ended it; "
+                "make this call before, or pass processes='this' to save the data of this process alone"
+            )
+        return None
+    if job:
+        return job.client, job.process_id, job.num_processes
     # This is the second choice, because `process_count` starts JAX's backends.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return None

@@ -8,8 +8,8 @@ import socket
 import threading
 import time
 
+from .._threads.forks import WeakRegistry
 from .._threads.thread import Thread, start_threads
-from .._threads.weak_registry import WeakRegistry
 from ..errors import CorruptError, SaveError
 from ..stores.served_file import ServedRoot
 from .peer_connection import CUT_SHORT, Connection, Reply, Request

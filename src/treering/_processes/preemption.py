@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .._pytree import jax_private
+from .._threads.forks import WeakRegistry
 from .._threads.thread import Latch
-from .._threads.weak_registry import WeakRegistry
 from ..errors import MismatchError, UnsupportedError
 from . import coordinator
 

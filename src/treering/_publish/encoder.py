@@ -363,8 +363,8 @@ def _encoded(
 
 def _cut(target: SaveTarget, catalogue: Catalogue, shares: Mapping[int, Assignment]) -> Mapping[int, Assignment]:
     """Returns the shares of the arrays. In a store that limits the size of objects, each part fits one."""
-    most = target.store.object_bytes
-    return assignment.cut_assignments(catalogue.entries, shares, most) if most else shares
+    max_file_bytes = target.store.object_bytes
+    return assignment.cut_assignments(catalogue.entries, shares, max_file_bytes) if max_file_bytes else shares
 
 
 def _parts_of(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from .._core.entries import step_number
 from .._run.checkpointer import Checkpointer
-from .._run.failures import OnError
+from .._run.pending_saves import OnError
 from .._save.pending import PendingSave, SaveReport
 from ..errors import MismatchError
 from ..keep import Policy

@@ -215,8 +215,8 @@ class StagedSupply:
         needed = (n for n in range(first, last) if n not in skipped)
         return sum([self.shards[n].nbytes for n in needed if self.shards[n].needs_copy])
 
-    def _groups(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yields runs of the shards [begin, end) whose copies fit the limit together.
+    def _groups(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Returns runs of the shards [begin, end) whose copies fit the limit together.
 
         Their copies from devices run at the same time.
         """
@@ -225,16 +225,16 @@ class StagedSupply:
             portion = _MAX_COPY_BYTES_PER_DEVICE * jax.local_device_count()
             limit = portion if limit is None else min(limit, portion)
         if limit is None:
-            yield begin, end
-            return
+            return [(begin, end)]
+        groups: list[tuple[int, int]] = []
         first, cost = begin, 0
         for n in range(begin, end):
             own = self.shards[n].nbytes if self.shards[n].needs_copy else 0
             if n > first and cost + own > limit:
-                yield first, n
+                groups.append((first, n))
                 first, cost = n, 0
             cost += own
-        yield first, end
+        return [*groups, (first, end)]
 
     def _reserve(self, nbytes: int) -> bool:
         def fits() -> bool:
@@ -289,14 +289,15 @@ class StagedSupply:
                 self._staged_count = end
                 self._changed.notify_all()
 
-    def _publish_runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yields runs of the shards [first, last). The writers are notified after each run."""
+    def _publish_runs(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Returns runs of the shards [first, last). The writers are notified after each run."""
         ends = list(itertools.accumulate([shard.nbytes for shard in self.shards[first:last]]))
-        begin, written = first, 0
+        begin, written, runs = first, 0, list[tuple[int, int]]()
         while begin < last:
             end = min(first + bisect.bisect_left(ends, written + _PUBLISH_BYTES) + 1, last)
-            yield begin, end
+            runs.append((begin, end))
             begin, written = end, ends[end - first - 1]
+        return runs
 
     def _bytes(self, n: int, on_host: Iterator[Any]) -> np.ndarray:
         """Returns shard `n` on the host, copied if necessary. `on_host` yields its copy from the device next."""

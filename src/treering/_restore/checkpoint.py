@@ -1,4 +1,8 @@
-"""Defines `Checkpoint`, a checkpoint that is open: its names and shapes are known, its contents are read on request."""
+"""Defines `Checkpoint`, a checkpoint that is open: its names and shapes are known, its contents are read on request.
+
+A pickle of it, for workers of data loaders, Ray or Dask, has its path and no bytes. Where that is read, the checkpoint
+is opened again, which runs no more than `treering.open` does.
+"""
 
 import contextlib
 import datetime
@@ -6,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
+from .. import formats, stores
 from .._core import dtypes, expansion
 from .._core import skeleton as _skeleton
 from .._core.entries import Entry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
@@ -13,7 +18,8 @@ from .._core.lazy import LazyArray
 from .._core.leaf_paths import closest, find_globs, find_path, join_names, relative_to
 from .._core.source import Source, check_not_left_out, full_source, subtree_of, subtree_path
 from .._core.tracebacks import hide_internal_frames_of_methods
-from ..errors import MismatchError, NotFoundError, UnsupportedError
+from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
+from ..stores.read_errors import ReplacedError, reading
 
 if TYPE_CHECKING:
     from .._core.calls import Call
@@ -328,18 +334,16 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         return _restore.restore(view._source, like, policy, call=call, **options)
 
     def __reduce__(self) -> Any:
-        from . import pickled
 
-        return Checkpoint._reopened, (*pickled.identify(self._source), self.step, self._calls)
+        return Checkpoint._reopened, (*_identify(self._source), self.step, self._calls)
 
     @classmethod
     def _reopened(
         cls, path: str, format: str, marks: list[Any], step: int | None, calls: Sequence[tuple[str, Any]]
     ) -> "Checkpoint":
         """Opens a checkpoint that was pickled, and chooses the same part of it."""
-        from . import pickled
 
-        ckpt = cls(pickled.open_again(path, format, marks))
+        ckpt = cls(_open_again(path, format, marks))
         if ckpt.step != step:
             ckpt._numbered(step)
         for name, argument in calls:
@@ -382,3 +386,45 @@ def _check_dtypes_known(view: Any, ambiguous: frozenset[str], name: str) -> None
                 "does not record (float8, int4 or others); restore it without these rules into a template with the "
                 "dtype that was saved, save that, and apply them to the copy"
             )
+
+
+def _identify(source: Source) -> tuple[str, str, list[Any]]:
+    """Returns the path and the format of a checkpoint, and values of which one changes when another replaces it.
+
+    Raises `UnsupportedError` if other processes cannot open the checkpoint by its path.
+    """
+    if reason := stores.why_private(source.path):
+        raise UnsupportedError(
+            f"{source.path}: expected a checkpoint that other processes can open by its path, found one {reason}; "
+            "open it in the worker"
+        )
+    return source.path, source.format, _marks(source)
+
+
+def _marks(source: Source) -> list[Any]:
+    marks: list[Any] = [source.identity, source.nbytes]
+    if source.format != "treering":  # The identities of other formats do not cover the values.
+        with contextlib.suppress(OSError, TreeringError):
+            found = stores.get(source.path).stat(source.path)
+            marks += [found.modified] if found and found.is_file else []
+    return marks
+
+
+def _open_again(path: str, format: str, marks: list[Any]) -> Source:
+    """Opens a checkpoint that was pickled.
+
+    Raises `NotFoundError` if it is gone, or if another checkpoint has replaced it.
+    """
+    place = stores.absolute(path)
+    store, what = stores.get(place), "expected the checkpoint that was open when it was pickled, found"
+    try:
+        with reading(place), store.glance(place):
+            source = formats.get(format).open(store, place)
+            source.check_present()
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"{place}: {what} nothing; was it deleted, or is it on the disk of another host?"
+        ) from error
+    if _marks(source) != marks:
+        raise ReplacedError(f"{place}: {what} another one, which has replaced it; open it again")
+    return source

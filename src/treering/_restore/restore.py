@@ -70,7 +70,7 @@ class HeldLeaves:
         layouts = {n: layout for n, layout in plan.layouts.items() if n not in kept}
         return plan._replace(targets=targets, layouts=layouts, uncommitted=set(plan.uncommitted) - kept.keys())
 
-    def hold(self, paths: Sequence[str], values: Sequence[Any]) -> None:
+    def note(self, paths: Sequence[str], values: Sequence[Any]) -> None:
         """Notes the leaves of a restore."""
         self._values = dict(zip(paths, values, strict=True))
 
@@ -125,7 +125,7 @@ def restore(
         source.check_present()  # In a bucket, files that were not read may be missing without an error until now.
         values = _finished(plan, values, moved=like is not None and sharding is not None)
     if held:
-        held.hold(plan.paths, values)
+        held.note(plan.paths, values)
     with gc_paused():
         tree = plan.build(values)
     if _log.isEnabledFor(logging.INFO):

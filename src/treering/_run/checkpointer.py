@@ -29,15 +29,14 @@ from ..rules import Rule
 from . import arguments, removal, resume
 from .closing import Closing
 from .collective import CollectiveCalls
-from .failures import Failures, OnError, log_failure
 from .last_state import LastState, StepOptions
-from .pending_saves import PendingSaves
+from .pending_saves import Failures, OnError, PendingSaves, log_failure
 from .retention import Retention
 from .run_layout import RunLayout
 from .schedule import SaveEvery, Schedule
 from .step_list import StepList
 from .step_saver import StepSaver
-from .tiers.make import late_metrics, make_directory
+from .tiers.tiered_run import late_metrics, make_directory
 
 _log = logging.getLogger("treering")
 T = TypeVar("T")
@@ -309,7 +308,7 @@ class Checkpointer(StepList):
                 with self._preemption.staying_due():
                     self._last_state.begin_or_log(self._root, self._preemption.names, self.save)
                 return
-        self._last_state.hold()
+        self._last_state.keep_alive()
 
     def __enter__(self) -> Self:
         return self

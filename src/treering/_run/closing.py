@@ -45,7 +45,7 @@ class Closing:
             claim = uploads.acquire_for_upload
 
             def settle_and_upload(call: Call) -> None:
-                self._collective.settle(call)
+                self._collective.wait_for_saves(call)
                 self._upload(call, claim)
 
             # All processes wait for the one that uploads: launchers may stop a job once some of its processes end.
@@ -56,8 +56,8 @@ class Closing:
     def _upload(self, call: Call, claim: Callable[[], bool]) -> None:
         """Begins the last upload from each host's disk, if each host has its own."""
         uploads = self._directory.uploads
-        if uploads and (together := uploads.together):
-            together.upload_last(call, claim)
+        if uploads and (host_changes := uploads.host_changes):
+            host_changes.upload_last(call, claim)
 
     def _clear(self, call: Call) -> None:
         """Removes the local steps from memory, now that the job ends well."""

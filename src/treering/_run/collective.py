@@ -38,14 +38,17 @@ class CollectiveCalls:
         # A process that was started again must not find hosts while its peers, which know them, do something else.
         first = ", its first call" if self._undiscovered else ""
         call = coordinator.begin_call(f"Checkpointer({self._root!r}).{call_name}{first}", timeout=self._timeout)
-        with coordinator.ending_call(call):
+        try:
             call.set_activity("deciding")
             if self._undiscovered:
                 self._undiscovered.discover_hosts(call)
                 self._undiscovered = None
             yield call
+        except BaseException as error:
+            call.close(error)
+            raise
 
-    def settle(self, call: coordinator.Call) -> None:
+    def wait_for_saves(self, call: coordinator.Call) -> None:
         """Waits until every save is over. All processes raise a failure that process 0 has not raised yet."""
         self._pending_saves.reap(PendingStatus(*call.broadcast(self._pending_saves.wait_for_status)))
 
@@ -84,6 +87,6 @@ class CollectiveCalls:
 
         def gather_and_settle(call: coordinator.Call) -> None:
             call.gather_and_decide(None, lambda _: None)
-            self.settle(call)
+            self.wait_for_saves(call)
 
         self.run_on_process_0(call_name, action, on_all_processes=gather_and_settle)

@@ -16,7 +16,7 @@ from .._save.pending import PendingSave
 from .._save.target import metadata_to_json
 from ..errors import UnsupportedError
 from ..rules import Rule
-from .failures import log_failure
+from .pending_saves import log_failure
 
 _log = logging.getLogger("treering")
 
@@ -91,7 +91,7 @@ class LastState:
             return False
         return True
 
-    def hold(self) -> None:
+    def keep_alive(self) -> None:
         """Keeps the tree of the noted call alive until the next call. The loop may still donate its arrays."""
         if self._last_call is not None and not self.is_saved:
             with contextlib.suppress(Exception):  # It is gone.

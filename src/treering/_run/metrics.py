@@ -18,8 +18,7 @@ from .._core.entries import step_number
 from .._core.leaf_paths import name_known
 from .._core.tracebacks import hide_internal_frames
 from .._processes import coordinator
-from .._threads.forks import free_in_children
-from .._threads.weak_registry import WeakRegistry
+from .._threads.forks import WeakRegistry, free_in_children
 from ..errors import ExistsError, MismatchError, NotFoundError, UnsupportedError
 from ..formats.treering import summary
 from ..keep import Saved, rank

@@ -14,7 +14,7 @@ from ..formats import StepPath
 from ..formats.treering import pins
 from ..formats.treering.removal import check_removable
 from ..keep import Saved
-from . import links, new_run, removal, run_layout
+from . import new_run, removal, run_layout
 from .step_catalog import StepCatalog
 from .step_fallback import StepCopy, newest_first
 from .tiers.journal import invalidate_local_tiers
@@ -140,7 +140,7 @@ class PlainRun:
     def check_unpinned_and_unlinked(self, path: str, *, pinned: bool = False) -> None:
         """Raises `MismatchError` if a step is pinned or a link, or if a link in the run leads to it."""
         self._check_unpinned(path, pinned)
-        links.check_not_linked(self._store, path)
+        run_layout.check_not_linked(self._store, path)
 
     def prepare_removal(self, path: str, *, pinned: bool = False) -> None:
         """Notes that a step is about to be deleted. Raises `MismatchError` if it was pinned meanwhile."""

@@ -14,7 +14,7 @@ from ..formats.treering import removal as native
 from ..formats.treering import summary
 from ..stores import lease_registry
 from ..stores.store import Store
-from .run_directory import RunDirectory, Together
+from .run_directory import HostChanges, RunDirectory
 from .run_layout import BEFORE_FIRST_STEP, RunLayout
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _change(
     directory: RunDirectory,
     what: str,
     action: Callable[[], object],
-    on_other_disks: Callable[[Together], None],
+    on_other_disks: Callable[[HostChanges], None],
 ) -> None:
     """Waits for every save, calls `action` in process 0, and then changes the disks of the other hosts.
 
@@ -62,8 +62,8 @@ def _change(
         raise the error of `action`.
     """
     collective.once_settled(what, action)
-    if (uploads := directory.uploads) and uploads.together:
-        on_other_disks(uploads.together)
+    if (uploads := directory.uploads) and uploads.host_changes:
+        on_other_disks(uploads.host_changes)
 
 
 Guard = Callable[[], None]  # raises if the step must stay

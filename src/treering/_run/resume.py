@@ -47,7 +47,7 @@ def has_begun_for_all(collective: CollectiveCalls, directory: RunDirectory) -> b
     """Returns the same as `has_steps` in all processes, once every save is over."""
     wait_for_saves_in(directory.steps.root)
     with collective.call("restore_or_init()") as call:
-        collective.settle(call)
+        collective.wait_for_saves(call)
         found = call.broadcast(lambda: has_steps(directory))
         call.close()
     return found
@@ -135,7 +135,7 @@ def use_step(
     """
     wait_for_saves_in(directory.steps.root)
     with collective.call(what) as call:
-        collective.settle(call)
+        collective.wait_for_saves(call)
         call.set_activity("restoring")
         uploads = directory.uploads
         if uploads:

@@ -20,7 +20,7 @@ from ..stores.file_io import remove_unused
 from ..stores.lease_registry import LeaseLostError
 from ..stores.store import LOCK_NAME
 from ..stores.temporary_names import clock_probe_target, final_name
-from . import links, run_layout
+from . import run_layout
 from .background_queue import BackgroundQueue
 from .run_directory import RunDirectory
 from .step_catalog import SavedStep, unwanted_emptied
@@ -95,8 +95,8 @@ class Retention:
     def free_on_all_hosts(self) -> None:
         """Deletes the files of deleted steps on all hosts, if each host has its own disk."""
         uploads = self._directory.uploads
-        if uploads and uploads.together:
-            uploads.together.free_room()
+        if uploads and uploads.host_changes:
+            uploads.host_changes.free_room()
 
     def collect_garbage(self) -> None:
         """Removes the leftovers of killed jobs, once."""
@@ -153,8 +153,8 @@ class Retention:
     def after_commit_all(self, report: SaveReport) -> None:
         """Follows a commit in all processes: begins an upload if each host has its own disk."""
         uploads = self._directory.uploads
-        if report.step is not None and uploads and uploads.together:
-            uploads.together.saved(report.step)
+        if report.step is not None and uploads and uploads.host_changes:
+            uploads.host_changes.saved(report.step)
 
     def close(self) -> None:
         """Waits for all background jobs, and releases the lease of the run.
@@ -343,7 +343,7 @@ class Retention:
         return {one.step: committed[one.step] for one in saved if one.step in committed and one.step not in wanted}
 
     def _links_to_steps(self) -> dict[str, tuple[str, ...]]:
-        return links.find_links(self._steps.store, self._steps.root)
+        return run_layout.find_links(self._steps.store, self._steps.root)
 
     def _is_protected(self, step: int, path: str, linked: Mapping[str, tuple[str, ...]]) -> bool:
         """Returns True if a step is pinned or a link, or if a link leads to it, which is logged once."""
@@ -352,7 +352,7 @@ class Retention:
         leading = linked.get(posixpath.basename(path))
         if leading and path not in self._logged_links:
             self._logged_links.add(path)
-            _log.warning("%s: step %d stays: %s to it", self._steps.root, step, links.describe_links(leading))
+            _log.warning("%s: step %d stays: %s to it", self._steps.root, step, run_layout.describe_links(leading))
         return leading is not None
 
     def _warn_of_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:

@@ -150,11 +150,11 @@ class RunDirectory(Protocol):
 class Uploads(Protocol):
     """The uploads of a run from its local to its remote tier.
 
-    `together` is set if each host has a disk of its own, once `discover_hosts` has found that out.
+    `host_changes` is set if each host has a disk of its own, once `discover_hosts` has found that out.
     """
 
     @property
-    def together(self) -> "Together | None": ...
+    def host_changes(self) -> "HostChanges | None": ...
     @property
     def uploading_step(self) -> int | None:
         """The step that is being uploaded."""
@@ -201,7 +201,7 @@ class Uploads(Protocol):
         ...
 
 
-class Together(Protocol):
+class HostChanges(Protocol):
     """What the hosts of a job do together if each has a disk of its own; see `tiers.joint_changes`."""
 
     @property

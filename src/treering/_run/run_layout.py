@@ -1,4 +1,4 @@
-"""The layout of a run: a directory with one checkpoint per step, archived runs and marks."""
+"""The layout of a run: a directory with one checkpoint per step, archived runs, marks, and links to its steps."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,6 @@ from ..stores import nfs, owners
 from ..stores.file_io import is_folder, make_empty
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Store
-from . import links
 
 T = TypeVar("T")
 _log = logging.getLogger("treering")
@@ -337,7 +336,7 @@ def archive_steps(store: Store, run: str, paths: Sequence[str]) -> str:
     Pass the newest first. Then the remaining steps are, at every moment and so after a crash, ones that the run had
     earlier. Links in the run to a moved step are logged, because they lead nowhere from now on.
     """
-    linked = links.find_links(store, run)
+    linked = find_links(store, run)
     taken = (int(match[1]) for name in store.list(run) if (match := ARCHIVE_NAME.fullmatch(name)))
     place = posixpath.join(run, f"rewound-{max(taken, default=0) + 1}")
     store.make_folder(place)
@@ -347,7 +346,7 @@ def archive_steps(store: Store, run: str, paths: Sequence[str]) -> str:
         # A bucket copies the manifest last and removes it first: a folder with a manifest is always complete.
         store.move(path, posixpath.join(place, name), last=summary.manifest_path(""))
         if name in linked:
-            _log.warning("%s: %s to %s, which was archived in %s", run, links.describe_links(linked[name]), name, place)
+            _log.warning("%s: %s to %s, which was archived in %s", run, describe_links(linked[name]), name, place)
     store.settle(place)
     store.settle(run)
     return place
@@ -376,3 +375,29 @@ def mark_finished(store: Store, run: str) -> None:
     with contextlib.suppress(FileExistsError):
         make_empty(store, posixpath.join(run, FINISHED_MARK))
     store.settle(run)
+
+
+def find_links(store: Store, run: str) -> dict[str, tuple[str, ...]]:
+    """Returns the names in a run's directory that links in it lead to or into, and the names of these links."""
+    if not store.has_folders:  # Buckets have no links, and listing one costs a request.
+        return {}
+    found: dict[str, tuple[str, ...]] = {}
+    links = [name for name in store.list(run) if store.is_link(posixpath.join(run, name))]
+    root = store.real_path(run) if links else run
+    for link in links:
+        target = os.path.relpath(store.real_path(posixpath.join(run, link)), root).split(os.sep)[0]
+        if target not in (os.curdir, os.pardir):
+            found[target] = (*found.get(target, ()), link)
+    return found
+
+
+def check_not_linked(store: Store, path: str) -> None:
+    """Raises `MismatchError` for a step that a link in its run leads to."""
+    run, name = posixpath.split(path)
+    if found := find_links(store, run).get(name):
+        raise MismatchError(f"{path}: {describe_links(found)} to this step, so it stays; remove the link first")
+
+
+def describe_links(links: tuple[str, ...]) -> str:
+    """Returns the beginning of a message about links: ``the link best leads``."""
+    return f"the link {links[0]} leads" if len(links) == 1 else f"the links {', '.join(links)} lead"

@@ -15,11 +15,10 @@ from .._save.unchanged import UnchangedArrays
 from ..errors import MismatchError, SaveError, UnsupportedError
 from . import resume
 from .collective import CollectiveCalls
-from .failures import Failures
 from .last_state import LastState, StepOptions
-from .pending_saves import PendingSaves, PendingStatus
+from .pending_saves import Failures, PendingSaves, PendingStatus
 from .retention import Retention
-from .run_directory import RunDirectory, Together
+from .run_directory import HostChanges, RunDirectory
 from .schedule import Schedule
 
 
@@ -99,8 +98,10 @@ class StepSaver:
             return None
         self._collective.check_open()
         with self._collective.call(f"save({step})") as call:
+            uploads = self._directory.uploads
+            host_changes = uploads.host_changes if uploads else None
             status_fields, destination, orders, lease_seconds = call.broadcast(
-                lambda: self._decide_save(step, options.on_exists, force, several)
+                lambda: self._decide_save(step, options.on_exists, force, several, host_changes)
             )
             status = PendingStatus(*status_fields)
             self._pending_saves.reap(status)
@@ -109,13 +110,15 @@ class StepSaver:
                 return None
             deciding = time.perf_counter()
             if status.calls:
-                self._collective.settle(call)
+                self._collective.wait_for_saves(call)
             waited = time.perf_counter() - deciding
             path, overwrite = destination
             try:
-                if together := self._together:
-                    path = together.prepare(path, orders, self._directory.back_to)
-                pending = self._start(call, path, overwrite, step, tree, options, started_at, waited, lease_seconds)
+                if host_changes:
+                    path = host_changes.prepare(path, orders, self._directory.back_to)
+                pending = self._start(
+                    call, path, overwrite, step, tree, options, host_changes, started_at, waited, lease_seconds
+                )
             except BaseException as error:
                 if several:  # All processes must have the same list of saves.
                     self._pending_saves.add(PendingSave._already_failed(path, step, call, error))
@@ -127,7 +130,7 @@ class StepSaver:
         return pending
 
     def _decide_save(
-        self, step: int, on_exists: str, force: bool, several: bool
+        self, step: int, on_exists: str, force: bool, several: bool, host_changes: HostChanges | None
     ) -> tuple[PendingStatus, tuple[str, bool] | None, Any, float]:
         """Returns the state of earlier saves, where to save (None to skip the step), and the run's state for peers.
 
@@ -150,12 +153,7 @@ class StepSaver:
             if several and place is not None:
                 self._directory.acquire_run()
             waited = self._directory.lease_seconds - before
-            return status, place, self._together and self._together.orders(), waited
-
-    @property
-    def _together(self) -> Together | None:
-        uploads = self._directory.uploads
-        return uploads.together if uploads else None
+            return status, place, host_changes and host_changes.orders(), waited
 
     def _look(self) -> None:
         """Logs similar steps and runs, once, if the run has no steps.
@@ -176,16 +174,17 @@ class StepSaver:
         step: int,
         tree: Any,
         options: StepOptions,
+        host_changes: HostChanges | None,
         started_at: float,
         waited: float,
         lease_seconds: float,
     ) -> PendingSave:
-        layout, together = self._directory.steps.layout, self._together
+        layout = self._directory.steps.layout
         requested = SaveOptions(
             layout.format, overwrite, options.rules, options.dtype, options.memory_limit, True, False,
             layout.format_options,
-            hosts=together.hosts if together else None,
-            copies=together.local_copies if together else 1,
+            hosts=host_changes.hosts if host_changes else None,
+            copies=host_changes.local_copies if host_changes else 1,
             room_maker=self._retention,
             reuse=self.reuse,
         )  # fmt: skip

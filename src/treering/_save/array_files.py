@@ -37,7 +37,7 @@ class FilePlan(NamedTuple):
     to_write: the pieces in them, in order.
     pieces: the pieces in both, in order.
     numbers: for each of these, its number among the pieces of the process; see `assignment.pieces`.
-    likely: how many pieces of `to_write`, the first ones, have probably not changed.
+    compare_first: how many pieces of `to_write`, the first ones, have probably not changed.
     is_reordered: True unless all pieces are written in the order of their numbers.
     """
 
@@ -46,7 +46,7 @@ class FilePlan(NamedTuple):
     to_write: Sequence[Piece]
     pieces: Sequence[Piece]
     numbers: Sequence[int]
-    likely: int
+    compare_first: int
     is_reordered: bool
 
     def numbers_in(self, file: PlannedFile) -> Sequence[int]:
@@ -69,18 +69,18 @@ def plan_files(
     staging: ShardSupply,
     shares: Mapping[int, Assignment] | None,
     index: int,
-    most: int | None,
+    max_file_bytes: int | None,
     reuse: SaveReuse | None,
     bases: Any,
 ) -> FilePlan:
-    """Returns the plan for process `index`, whose files have at most `most` bytes.
+    """Returns the plan for process `index`, whose files have at most `max_file_bytes`.
 
     shares: the processes that write each array; None if this process writes all.
     bases: see `SaveReuse.find_bases`.
     """
     shards = staging.shards
     if shares is None:
-        pieces = _pieces_of_one_process(entries, shards, most)
+        pieces = _pieces_of_one_process(entries, shards, max_file_bytes)
         groups: Sequence[int] = [len(pieces)]
     else:
         pieces = assignment.pieces(entries, shards, shares, index)
@@ -88,12 +88,12 @@ def plan_files(
     by_shard = isinstance(staging, StagedSupply) and staging.is_limited
     chosen = reuse.choose(bases, entries, pieces, by_shard=by_shard) if reuse else None
     if chosen is None:
-        files = _planned_files(entries, pieces, range(len(pieces)), groups, most)[1]
+        files = _planned_files(entries, pieces, range(len(pieces)), groups, max_file_bytes)[1]
         return FilePlan((), files, pieces, pieces, range(len(pieces)), 0, False)
-    to_write, files = _planned_files(entries, pieces, chosen.order, chosen.groups, most)
+    to_write, files = _planned_files(entries, pieces, chosen.order, chosen.groups, max_file_bytes)
     shared = [n for one in chosen.shared for n in one.numbers]
     in_order = [*(pieces[n] for n in shared), *to_write]
-    return FilePlan(chosen.shared, files, to_write, in_order, [*shared, *chosen.order], chosen.likely, True)
+    return FilePlan(chosen.shared, files, to_write, in_order, [*shared, *chosen.order], chosen.compare_first, True)
 
 
 def in_order_of_files(sizes: assignment.Sizes, runs: Sequence[tuple[int, int]] | None) -> Iterable[tuple[int, Box]]:
@@ -108,28 +108,34 @@ _last_pieces: tuple[Any, ...] = ()
 _last_files: tuple[Any, ...] = ()
 
 
-def _pieces_of_one_process(entries: Sequence[Entry], shards: Sequence[LocalShard], most: int | None) -> Sequence[Piece]:
+def _pieces_of_one_process(
+    entries: Sequence[Entry], shards: Sequence[LocalShard], max_file_bytes: int | None
+) -> Sequence[Piece]:
     global _last_pieces
     last = _last_pieces
-    if last and last[0] is shards and last[1] == most:
+    if last and last[0] is shards and last[1] == max_file_bytes:
         return last[2]
     pieces = assignment.pieces(entries, shards, None, 0)
-    if most:
-        pieces = assignment.cut(entries, pieces, most)
-    _last_pieces = shards, most, pieces
+    if max_file_bytes:
+        pieces = assignment.cut(entries, pieces, max_file_bytes)
+    _last_pieces = shards, max_file_bytes, pieces
     return pieces
 
 
 def _planned_files(
-    entries: Sequence[Entry], pieces: Sequence[Piece], order: Sequence[int], groups: Sequence[int], most: int | None
+    entries: Sequence[Entry],
+    pieces: Sequence[Piece],
+    order: Sequence[int],
+    groups: Sequence[int],
+    max_file_bytes: int | None,
 ) -> tuple[Sequence[Piece], Sequence[PlannedFile]]:
     global _last_files
     last = _last_files
-    if last and last[0] is pieces and last[1:4] == (order, groups, most):
+    if last and last[0] is pieces and last[1:4] == (order, groups, max_file_bytes):
         return last[4]
     to_write = pieces if order == range(len(pieces)) else [pieces[n] for n in order]
-    found = to_write, layout.plan_groups(entries, to_write, groups, most)
-    _last_files = pieces, order, groups, most, found
+    found = to_write, layout.plan_groups(entries, to_write, groups, max_file_bytes)
+    _last_files = pieces, order, groups, max_file_bytes, found
     return found
 
 

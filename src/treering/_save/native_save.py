@@ -47,10 +47,7 @@ from ..errors import SaveError, TreeringError
 from ..formats.treering import host_files, ledger, manifest
 from ..formats.treering.commit import Transaction
 from ..formats.treering.ledger import WrittenFile
-from ..formats.treering.manifest_fields import (
-    File,
-    Published,
-)
+from ..formats.treering.manifest_fields import File, Published
 from ..formats.treering.save_files import SaveFiles
 from ..stores.nfs import refresh_dir_cache, wait_until
 from ..stores.store import FinishedFile, Sink, Store
@@ -58,7 +55,7 @@ from . import array_files, layout, save_manifest, second_copies
 from .array_files import FilePlan
 from .layout import PlannedFile
 from .room import Room
-from .save_manifest import Job, ReportedPart
+from .save_manifest import Job, ProcessReport, ReportedPart
 from .second_copies import OptionalSink, PlannedCopy
 
 _log = logging.getLogger("treering")
@@ -123,7 +120,7 @@ class NativeSave:
             self._call.close()
             raise self._doubt or SaveError(outcome.problem)
         if reuse := self._job.reuse:
-            self._written = [self._with_answer(one) for one in self._written]
+            self._written = [self._with_version(one) for one in self._written]
             reuse.committed(self._written)
         if deltas := self._job.deltas:
             deltas.committed(outcome.identity, self._is_complete)
@@ -134,7 +131,7 @@ class NativeSave:
             outcome.nbytes, write_seconds, self._sync_seconds, committed_at - written_at, shared_bytes, changed
         )
 
-    def _with_answer(self, file: WrittenFile) -> WrittenFile:
+    def _with_version(self, file: WrittenFile) -> WrittenFile:
         """Returns a file with the answer of the store to it; see `Sink.stored`."""
         if file.is_reused or (stored := self._sinks[file.listed.name].stored) is None:
             return file
@@ -163,19 +160,19 @@ class NativeSave:
         return [files.token, files.made, job.reuse and job.reuse.find_bases()]
 
     def _make_plan(self, token: str, bases: Any) -> None:
-        job, supply, call, most = self._job, self._supply, self._call, self._store.object_bytes
+        job, supply, call, max_file_bytes = self._job, self._supply, self._call, self._store.object_bytes
         entries, shares = (job.own.entries, job.own.shares) if job.own else (job.catalogue.entries, job.shares)
-        if shares and most and not job.own:
-            shares = assignment.cut_assignments(entries, shares, most)
+        if shares and max_file_bytes and not job.own:
+            shares = assignment.cut_assignments(entries, shares, max_file_bytes)
             self._job = job._replace(shares=shares)
-        plan = array_files.plan_files(entries, supply, shares, call.index, most, job.reuse, bases)
+        plan = array_files.plan_files(entries, supply, shares, call.index, max_file_bytes, job.reuse, bases)
         if shares is not None:
             self._copies = second_copies.plan(entries, supply.shards, shares, call.index, call.count, token)
         if shares is not None or plan.is_reordered or (job.reuse and job.reuse.deferred):
             taken = [*plan.to_write, *itertools.chain(*(copy.pieces for copy in self._copies))]
             supply.plan_reads([piece.shard for piece in taken], [piece.nbytes for piece in taken])
         self._plan = plan
-        alone = most and shares is None
+        alone = max_file_bytes and shares is None
         self._spread = _spread(job.catalogue, plan.pieces) if alone else job.catalogue.shardings
         self._names = layout.names(token, len(plan.shared) + len(plan.files), call.index, call.count)
 
@@ -185,12 +182,12 @@ class NativeSave:
         plan, supply = self._plan, self._supply
         self._call.set_activity("writing")
         shared = zip(self._names, plan.shared, strict=False)
-        self._written = [ledger.share(self._files, name, one) for name, one in shared]
+        self._written = [ledger.link_or_copy(self._files, name, one) for name, one in shared]
         if plan.shared:
             supply.on_progress(sum(one.listed.size - one.listed.header for one in self._written))
         for name, file in zip(self._names[len(plan.shared) :], plan.files, strict=True):
             same = self._same_file(file) if self._job.reuse else None
-            self._written.append(ledger.share(self._files, name, same) if same else self._write_file(name, file))
+            self._written.append(ledger.link_or_copy(self._files, name, same) if same else self._write_file(name, file))
         for copy in self._copies:
             self._write_copy(copy)
         if self._call.index:  # Process 0 syncs the names in its folder with the commit.
@@ -201,7 +198,7 @@ class NativeSave:
     def _same_file(self, file: PlannedFile) -> WrittenFile | None:
         """Returns a file of an earlier step with the same bytes as a file to write, if there probably is one."""
         plan, reuse = self._plan, self._job.reuse
-        if reuse is None or file.first + len(file.begins) > plan.likely:
+        if reuse is None or file.first + len(file.begins) > plan.compare_first:
             return None
         found = reuse.same_layout(file, plan.numbers_in(file))
         if found is None or array_files.has_same_bytes(found, file, plan.to_write, self._supply, self._pool):
@@ -238,9 +235,9 @@ class NativeSave:
         assert files
         call.set_activity("waiting for the commit")
         firsts = itertools.accumulate((len(one.numbers) for one in self._written), initial=0)
-        report = [(one.listed, first) for one, first in zip(self._written, firsts, strict=False)]
-        message = msgspec.to_builtins([report, self._copied, self._plan.runs, self._parts()])
-        outcome = Committed(*self._room.gather_and_decide(message, self._publish))
+        written = [(one.listed, first) for one, first in zip(self._written, firsts, strict=False)]
+        report = ProcessReport(written, self._copied, self._plan.runs, self._parts())
+        outcome = Committed(*self._room.gather_and_decide(msgspec.to_builtins(report), self._publish))
         try:
             if job.hosts:  # The locks protect the arrays until the manifest names them on every disk.
                 self._share_manifest(outcome.manifest_bytes)
@@ -263,20 +260,17 @@ class NativeSave:
             first += len(one.numbers)
         return found
 
-    def _publish(self, reports: Sequence[Any]) -> list[Any]:
+    def _publish(self, messages: Sequence[Any]) -> list[Any]:
         """Seals the manifest of the files that all processes report, and publishes it. Called in process 0."""
         files, job = self._files, self._job
         assert isinstance(files, Transaction)
-        listed = [[msgspec.convert(one, File) for one, _ in report] for report, *_ in reports]
-        firsts = [[first for _, first in report] for report, *_ in reports]
-        copies = [[msgspec.convert(one, File) for one in report] for _, report, *_ in reports]
-        runs = [runs for *_, runs, _ in reports]
-        parts = [msgspec.convert(parts, list[ReportedPart]) for *_, parts in reports]
-        differences = save_manifest.arrays_with_differences(job, parts)
+        reports = [msgspec.convert(message, ProcessReport) for message in messages]
+        listed, copies = [report.listed for report in reports], [report.copies for report in reports]
+        differences = save_manifest.arrays_with_differences(job, reports)
         self._is_complete = not differences
         self._published = save_manifest.published(job, differences) if job.deltas else None
         self._manifest = data = save_manifest.seal(
-            job, self._plan.pieces, self._spread, listed, firsts, runs, parts, differences, self._published
+            job, self._plan.pieces, self._spread, reports, differences, self._published
         )
         check: Callable[[], None] | None = None
         if any(listed[1:]) and not job.hosts:

@@ -21,9 +21,9 @@ from .._processes import coordinator
 from .._pytree import devices
 from .._pytree.lazy_supply import ShardSupply
 from .._pytree.staged_supply import StagedSupply
+from .._threads.forks import WeakRegistry
 from .._threads.pool import ThreadPool
 from .._threads.thread import Latch, Thread, lost_thread
-from .._threads.weak_registry import WeakRegistry
 from ..errors import RequestError, SaveError, TreeringError, UnsupportedError
 from ..stores.read_errors import is_full
 
@@ -245,7 +245,7 @@ class PendingSave:
     def _run(self, write: Callable[[ThreadPool], None], previous: Latch | None, pool: ThreadPool) -> None:
         """Runs the save in the thread that saves."""
         try:
-            with pool, devices.allow_transfers():
+            with contextlib.closing(pool), devices.allow_transfers():
                 self._supply.writers_needed.wait()
                 if previous is not None and not previous.is_set():
                     self._wait_for_previous(previous)

@@ -43,7 +43,8 @@ class Job(NamedTuple):
     `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
     for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
     is None. `room_maker` frees room if a disk is full. `reuse` finds arrays that earlier steps have; None writes all.
-    `deltas` has made the differences that `encoded` describes.
+    `deltas` has made the differences that `encoded` describes. `own` has the parts of arrays that this process writes;
+    None if it writes its shares of the leaves.
     """
 
     path: str
@@ -57,11 +58,7 @@ class Job(NamedTuple):
     reuse: SaveReuse | None = None
     deltas: Deltas | None = None
     encoded: Encoded | None = None
-
-    @property
-    def own(self) -> OwnParts | None:
-        """The parts of arrays that this process writes; None if it writes its shares of the leaves."""
-        return self.encoded and self.encoded.own
+    own: OwnParts | None = None
 
 
 class ReportedPart(msgspec.Struct, array_like=True, frozen=True):
@@ -78,7 +75,27 @@ class ReportedPart(msgspec.Struct, array_like=True, frozen=True):
     delta: Delta | None
 
 
-preload_decoders(ReportedPart)
+class ProcessReport(msgspec.Struct, array_like=True, frozen=True):
+    """What a process has written, as it reports that to process 0.
+
+    files: its array files, each with the number of the first piece in it.
+    copies: its second copies of files.
+    runs: the order of its pieces; see `FilePlan.runs`.
+    parts: its parts of arrays with differences.
+    """
+
+    files: list[tuple[File, int]]
+    copies: list[File]
+    runs: list[tuple[int, int]] | None
+    parts: list[ReportedPart]
+
+    @property
+    def listed(self) -> list[File]:
+        """Its array files."""
+        return [file for file, _ in self.files]
+
+
+preload_decoders(ProcessReport)
 # Arrays with differences, by leaf. Those of an array with several parts are in the order of its grid.
 Differences = Mapping[int, tuple[Any, Delta | Sequence[Delta | None]]]
 
@@ -87,29 +104,25 @@ def seal(
     job: Job,
     pieces: Sequence[Piece],
     spread: Collection[int],
-    listed: Sequence[Sequence[File]],
-    firsts: Sequence[Sequence[int]],
-    runs: Sequence[Any],
-    parts: Sequence[Sequence[ReportedPart]],
+    reports: Sequence[ProcessReport],
     differences: Differences,
     published: Published | None,
 ) -> bytes:
     """Returns the bytes of the manifest. Raises `UnsupportedError` if no reader would accept it.
 
     pieces, spread: the pieces that this process writes, and the leaves with several; see `NativeSave`.
-    listed, firsts, runs, parts: what each process reports: its files, the first piece in each, the order of its pieces,
-        and its parts of arrays with differences.
     """
     entries, everyone = job.catalogue.entries, job.shares
 
     def order(process: int) -> Iterable[tuple[int, Box]]:
         if everyone is None:
             return ((piece.leaf, piece.box) for piece in pieces)
-        return array_files.in_order_of_files(assignment.piece_sizes(entries, everyone, process), runs[process])
+        return array_files.in_order_of_files(assignment.piece_sizes(entries, everyone, process), reports[process].runs)
 
     with gc_paused():
         by_leaf = everyone if everyone is not None else assignment.assign_unshared(spread, pieces) if spread else {}
-        index = _files_of_parts(by_leaf, listed, parts) if job.own else layout.FileIndex(firsts, order)
+        firsts = [[first for _, first in report.files] for report in reports]
+        index = _files_of_parts(by_leaf, reports) if job.own else layout.FileIndex(firsts, order)
         rows = layout.rows(job.catalogue, by_leaf, index)
         placement = layout.placement(job.catalogue)
     leaves: list[Any] = rows.leaves
@@ -128,7 +141,7 @@ def seal(
             published=published,
             metadata=job.info.metadata,
             metadata_floats=job.info.metadata_floats,
-            files=[file for report in listed for file in report],
+            files=[file for report in reports for file in report.listed],
             layouts=rows.layouts,
             holders=rows.holders,
             placement=placement,
@@ -143,16 +156,14 @@ def seal(
     return data
 
 
-def _files_of_parts(
-    shares: Mapping[int, Assignment], listed: Sequence[Sequence[File]], parts: Sequence[Sequence[ReportedPart]]
-) -> layout.FileIndex:
+def _files_of_parts(shares: Mapping[int, Assignment], reports: Sequence[ProcessReport]) -> layout.FileIndex:
     """Returns the files of the parts that all processes report."""
-    before = itertools.accumulate(map(len, listed), initial=0)
+    before = itertools.accumulate((len(report.files) for report in reports), initial=0)
     return layout.ReportedFiles(
         {
             (one.leaf, shares[one.leaf].boxes[one.box]): first + one.file
-            for first, own in zip(before, parts, strict=False)
-            for one in own
+            for first, report in zip(before, reports, strict=False)
+            for one in report.parts
         }
     )
 
@@ -177,12 +188,12 @@ def published(job: Job, differences: Differences) -> Published:
     return Published(elements, time.perf_counter() - job.deltas.begun, changed if differences else None)
 
 
-def arrays_with_differences(job: Job, parts: Sequence[Sequence[ReportedPart]]) -> Differences:
+def arrays_with_differences(job: Job, reports: Sequence[ProcessReport]) -> Differences:
     """Returns the arrays with differences."""
     if not job.own or not job.shares:
         return job.encoded.differences if job.encoded else {}
     found: dict[int, tuple[Any, Any]] = {}
-    known = {(one.leaf, one.box): one.delta for own in parts for one in own}
+    known = {(one.leaf, one.box): one.delta for report in reports for one in report.parts}
     for leaf in {leaf for (leaf, _), delta in known.items() if delta}:
         _, order = Cells.of(job.shares[leaf].boxes)
         deltas = [known[leaf, box] for box in order]

@@ -82,14 +82,14 @@ class Chosen(NamedTuple):
     shared: the files that are shared, held open. Their `numbers` are those of the pieces of this save.
     order: the numbers of the other pieces, in the order of writing.
     groups: how many successive pieces each file has. A large group may take several files.
-    likely: how many of these pieces, the first ones, have probably not changed. `SaveReuse.same_layout` has files to
-        compare them with.
+    compare_first: how many of these pieces, the first ones, have probably not changed. Before they are written, they
+        are compared with files of `SaveReuse.same_layout`.
     """
 
     shared: Sequence[WrittenFile]
     order: Sequence[int]
     groups: Sequence[int]
-    likely: int = 0
+    compare_first: int = 0
 
 
 class SaveReuse:
@@ -175,12 +175,12 @@ class SaveReuse:
         order = sorted(left, key=lambda n: pieces[n].shard if by_shard else -ages.get(n, 0))
         groups = [len(list(group)) for _, group in itertools.groupby(order, lambda n: ages.get(n, 0))]
         # In the order of shards, nothing is compared, because a comparison takes shards twice.
-        likely = sum(ages.get(n, 0) > _AGES_OF_OBJECTS for n in order)
-        if by_shard and (likely or len(groups) > _MAX_SHARED_FILES):
+        compare_first = sum(ages.get(n, 0) > _AGES_OF_OBJECTS for n in order)
+        if by_shard and (compare_first or len(groups) > _MAX_SHARED_FILES):
             _log.info("%s: arrays are written although they may be unchanged: memory is short", self._target.path)
         if len(groups) > _MAX_SHARED_FILES:  # Each file is open until the commit.
-            groups, likely = [len(order)], 0
-        return Chosen(shared, order, groups, 0 if by_shard else likely)
+            groups, compare_first = [len(order)], 0
+        return Chosen(shared, order, groups, 0 if by_shard else compare_first)
 
     def same_layout(self, plan: PlannedFile, numbers: Sequence[int]) -> WrittenFile | None:
         """Returns a file, held open, that has the same pieces at the same places as the planned file."""
@@ -190,7 +190,7 @@ class SaveReuse:
                 continue
             if manifest.xxh3(layout.fill_checksums(plan.header, saved.checksums)) != listed.xxh3:
                 continue
-            if held := ledger.hold(self._target.store, saved):
+            if held := ledger.open_if_unchanged(self._target.store, saved):
                 self._run.is_sharing = True
                 return held._replace(numbers=numbers)
         return None
@@ -243,7 +243,7 @@ class SaveReuse:
         fitting = [own for own, numbers in chosen.items() if len(numbers) == len(self._usable[own].numbers)]
         shared: list[WrittenFile] = []
         for own in sorted(fitting, key=lambda own: -self._usable[own].listed.size)[:_MAX_SHARED_FILES]:
-            held = ledger.hold(self._target.store, self._usable[own])
+            held = ledger.open_if_unchanged(self._target.store, self._usable[own])
             if held and not ledger.is_damaged(held):
                 shared.append(held._replace(numbers=chosen[own]))
             else:

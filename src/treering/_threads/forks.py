@@ -6,12 +6,29 @@ sockets, signal handlers) is undone by the modules that have it.
 """
 
 import os
-from typing import Any, TypeVar
+import weakref
+from typing import Any, Generic, TypeVar
 
 from ..errors import UnsupportedError
-from .weak_registry import WeakRegistry
 
 T = TypeVar("T")
+
+
+class WeakRegistry(Generic[T]):
+    """A weak set that threads may iterate over while other threads add to it. That would break a `WeakSet`."""
+
+    def __init__(self) -> None:
+        self._by_id: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+
+    def add(self, item: T) -> None:
+        """Adds an object. It stays in the set until it is collected."""
+        self._by_id[id(item)] = item
+
+    def all(self) -> list[T]:
+        """Returns the objects that exist now."""
+        return [item for ref in self._by_id.valuerefs() if (item := ref()) is not None]
+
+
 _locks: WeakRegistry[Any] = WeakRegistry()
 
 

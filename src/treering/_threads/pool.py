@@ -70,7 +70,7 @@ class _Worker(Thread):
 
 
 class ThreadPool:
-    """A pool of `size` threads. The thread that calls `run` is one of them; the rest end after the `with` block.
+    """A pool of `size` threads. The thread that calls `run` is one of them; the rest end after `close`.
 
     They also end if the owner of the pool has ended: the first thread that `start` is given, else its caller.
     """
@@ -132,12 +132,6 @@ class ThreadPool:
         for worker in self._workers:
             worker.wake()
 
-    def __enter__(self) -> "ThreadPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _wait_for(
     shares: Sequence[_Share], stop: Callable[[BaseException], object], first_error: list[BaseException | None]
@@ -177,7 +171,7 @@ def in_parallel(jobs: list[Any], work: Callable[[Any], None], threads: int = _MA
                 rest = iter(())  # the other threads begin no more jobs
                 raise
 
-    with ThreadPool(min(threads, len(jobs)), "treering-read") as pool:
+    with contextlib.closing(ThreadPool(min(threads, len(jobs)), "treering-read")) as pool:
         try:
             pool.start()
             pool.run(loop)

@@ -58,7 +58,8 @@ class Latch:
 
     def is_set(self) -> bool:
         """Returns True if `set` was called, or no thread is left that could call it."""
-        return self._happened or (self.is_lost is not None and self.is_lost())
+        is_lost = self.is_lost  # read once, because another thread may set the latch
+        return self._happened or (is_lost is not None and is_lost())
 
     def set(self) -> None:
         """Sets the latch for good, and wakes the waiting threads."""
@@ -70,12 +71,15 @@ class Latch:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the latch is set, at most `timeout` seconds. Returns True if it is set."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not (self._happened or self.is_set()):
+        while not self._happened:
+            if (is_lost := self.is_lost) and is_lost():
+                break
             left = _MAX_WAIT_SECONDS if end is None else min(_MAX_WAIT_SECONDS, end - time.monotonic())
             if left <= 0:
                 return False
-            if self._gate.acquire(timeout=left):  # Only `set` opens the gate.
-                self.set()  # opens it for the next waiting thread
+            if self._gate.acquire(timeout=left):  # Only `set` opens the gate. Opened again for the next waiting thread:
+                with contextlib.suppress(RuntimeError):
+                    self._gate.release()
         return True
 
 

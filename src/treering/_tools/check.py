@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .. import formats, stores
 from .._core.source import EVERYTHING, Problem, Share, Source, check_not_left_out
-from .._run import links, run_layout
+from .._run import run_layout
 from .._run.step_fallback import check_exists, check_format, detect_or_explain
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
@@ -101,7 +101,7 @@ def unfinished_steps(store: Store, run: str, prefix: str | None, known: Collecti
 
 def _neighbors(store: Store, place: str, steps: Collection[str]) -> Iterator[str]:
     """Yields the native checkpoints next to the steps of a run, such as ``best``. Skips links to steps."""
-    linked = {link for names in links.find_links(store, place).values() for link in names}
+    linked = {link for names in run_layout.find_links(store, place).values() for link in names}
     for name in sorted(store.list(place)):
         path = posixpath.join(place, name)
         if path in steps or name in linked:

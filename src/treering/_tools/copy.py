@@ -257,7 +257,7 @@ def copy_checkpoints(
     )
     with lock or contextlib.nullcontext():
         # The newest first: a job that needs the copy after an interrupt continues from the newest step.
-        ledger = Ledger(most=2)
+        ledger = Ledger(max_checkpoints=2)
         for one in _bases_first([*reversed(same)]):
             is_same = same[one]
             with done._noting_failures(one, single):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from .. import formats, stores
 from .._core.leaf_paths import join_names, name_known
-from .._run import links, new_run
+from .._run import new_run
 from .._run import run_layout as _run
 from .._run.step_catalog import StepCatalog, unwanted_emptied
 from .._run.step_fallback import open_in_store
@@ -171,7 +171,7 @@ def list_run(
         tier = _tier(store, place)
         known_names = {os.path.basename(row.path) for row in rows}
         not_listed = () if is_chosen else tuple(new_run.other_checkpoints(store, place, known_names))
-        linked = links.find_links(store, place)
+        linked = _run.find_links(store, place)
         rows = [dataclasses.replace(row, linked_by=linked.get(os.path.basename(row.path), ())) for row in rows]
     if keep:
         for n in reversed(range(len(rows))):
@@ -286,7 +286,7 @@ def _mark_deleted(store: Store, place: str, keep: Policy, rows: list[Row]) -> li
     result: list[Row] = []
     for row in rows:
         if row.step in unwanted and row.linked_by:
-            _log.warning("step %d stays: %s to it", row.step, links.describe_links(row.linked_by))
+            _log.warning("step %d stays: %s to it", row.step, _run.describe_links(row.linked_by))
         elif row.step in unwanted:
             try:
                 removal.check_removable(store, row.path)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import RequestError, TreeringError
 from .buffers import aligned, copy
-from .objects.bucket import MAX_UNCOPIED_BYTES, Bucket, ObjectMeta, Version
-from .objects.keys import relative_key
+from .objects.bucket import MAX_UNCOPIED_BYTES, Bucket, ObjectMeta, Version, relative_key
 from .objects.request_errors import ChangedError, missing
 from .objects.store import ObjectStore
 
@@ -143,12 +142,12 @@ class _ValuesBucket(Bucket):
                 objects.append(one)
         return objects, sorted(folders)
 
-    def list_at_most(self, key: str, most: int | None) -> "list[ObjectMeta] | None":
+    def list_at_most(self, key: str, limit: int | None) -> "list[ObjectMeta] | None":
         with self.translate_errors(key, "list"):
             listed = self._values.list(self._full(f"{key}/" if key else ""))
-            first = itertools.islice(listed, None if most is None else most + 1)
+            first = itertools.islice(listed, None if limit is None else limit + 1)
             found = [self._meta(key, "list", one) for one in first]
-        return None if most is not None and len(found) > most else found
+        return None if limit is not None and len(found) > limit else found
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

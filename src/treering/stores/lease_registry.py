@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from .._threads.weak_registry import WeakRegistry
+from .._threads.forks import WeakRegistry
 from ..errors import ExistsError, MismatchError, SaveError
 
 

@@ -207,7 +207,7 @@ def test_an_upload_that_is_repeated_copies_again(between: Proxy, run: str, tmp_p
 
 def test_an_overwritten_step_is_forgotten() -> None:
     """A loop that uploads to one path again and again needs no more memory."""
-    ledger, sizes = Ledger(most=2), list[int]()
+    ledger, sizes = Ledger(max_checkpoints=2), list[int]()
     for n in range(9):
         files = SaveFiles(MemoryStore(), "memory://run/step-00000001", f"{n:06}")
         sink: Any = types.SimpleNamespace(stored=Stored((f"{n}", None), False))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from ..._core.calls import Call
-from ..._processes import peers
+from ..._processes import peer_files
 from ...errors import PeerError
 from ...formats.treering import host_files, manifest, summary
 from ...stores.file_io import read_file
@@ -41,7 +41,7 @@ class Exchange:
     """
 
     def __init__(self, local: LocalTier, remote: Store, call: Call, hosts: Sequence[int]):
-        self.peers = peers.join(call, local.store, local.root, hosts[call.index])
+        self.peers = peer_files.join(call, local.store, local.root, hosts[call.index])
         self._local, self._remote, self._serves = local, remote, hosts[call.index] == call.index
         self._located: dict[str, Located] = {}
         self._views: list[NearestCopyStore] = []

@@ -49,7 +49,7 @@ class HostGroup:
         self._local, self._remote, self._meeting = local, remote, meeting
         self.index, self._leads = call.index, leads
         self._begun: dict[str, str] | None  # until the claim: the names and identities of the steps of the run
-        self._begun, self.missing = meeting.hold(call, leads=leads)
+        self._begun, self.missing = meeting.run(call, leads=leads)
         self.exchange = Exchange(local, remote.store, call, hosts)
         self._orders: Orders | None = None  # of the claim, until a commit shows that all disks have obeyed
         self._call: Call | None = None  # the round that process 0 leads

@@ -50,7 +50,7 @@ class Claim(msgspec.Struct, frozen=True):
         return self.generation, self.series
 
 
-class Contents(msgspec.Struct, frozen=True):
+class JournalContents(msgspec.Struct, frozen=True):
     """The contents of a journal.
 
     run: the path of the remote tier. disk: a random name of this disk.
@@ -84,12 +84,12 @@ class Generations(msgspec.Struct, frozen=True):
     requires: Any = ()
 
 
-preload_decoders(Contents, Generations)
+preload_decoders(JournalContents, Generations)
 _MAX_CLAIMS = 8
 _REMEDY = (
     "restore it from a backup, or remove it: steps that are not in the other tier are then archived with the next save"
 )
-T = TypeVar("T", Contents, Generations)
+T = TypeVar("T", JournalContents, Generations)
 
 
 class Journal:
@@ -97,15 +97,15 @@ class Journal:
 
     def __init__(self, store: Store, root: str, run: str):
         self._store, self._run, self._path = store, run, posixpath.join(root, run_layout.JOURNAL)
-        self._contents: Contents | None = None
+        self._contents: JournalContents | None = None
 
-    def read(self) -> Contents | None:
+    def read(self) -> JournalContents | None:
         """Reads and returns what is recorded, or returns None if the disk has no journal.
 
         Raises `CorruptError` for a damaged journal, `UnsupportedError` for one of a later release, and `MismatchError`
         if the disk belongs to another run.
         """
-        found = _read(self._store, self._path, Contents)
+        found = _read(self._store, self._path, JournalContents)
         if found is not None and found.run != self._run:
             raise MismatchError(
                 f"{posixpath.dirname(self._path)}: expected a directory for {self._run}, found that of {found.run}; "
@@ -115,10 +115,10 @@ class Journal:
         return found
 
     @property
-    def contents(self) -> Contents:
+    def contents(self) -> JournalContents:
         """The contents that were read or written last. A disk without a journal gets a new name."""
         if self._contents is None:
-            self._contents = self.read() or Contents(self._run, os.urandom(8).hex())
+            self._contents = self.read() or JournalContents(self._run, os.urandom(8).hex())
         return self._contents
 
     @property
@@ -182,7 +182,7 @@ def check_not_local(store: Store, root: str) -> None:
     path = posixpath.join(root, run_layout.JOURNAL)
     if store.stat(path) is not None:
         try:
-            found = _read(store, path, Contents)
+            found = _read(store, path, JournalContents)
             stays = f", here {found.run}" if found else ""
         except (CorruptError, UnsupportedError):
             stays = ""

@@ -18,7 +18,7 @@ from ...stores.lease_registry import LeaseLostError
 from .. import run_layout
 from ..plain_run import PlainRun
 from ..step_catalog import StepCatalog
-from .journal import Claim, Contents, Journal
+from .journal import Claim, Journal, JournalContents
 
 _log = logging.getLogger("treering")
 
@@ -61,7 +61,7 @@ _log = logging.getLogger("treering")
 class Report(msgspec.Struct, frozen=True, array_like=True):
     """What a disk has when a job begins: the journal, and by the names of the folders their files."""
 
-    journal: Contents
+    journal: JournalContents
     steps: dict[str, host_files.Inventory]
 
 
@@ -93,7 +93,7 @@ class LocalTier:
     def __init__(self, steps: StepCatalog, run: str):
         self.steps, self.store, self.root = steps, steps.store, steps.root
         self.journal = Journal(self.store, self.root, run)
-        self.uploads = Ledger(most=2)
+        self.uploads = Ledger(max_checkpoints=2)
         self._turn = free_in_children(threading.RLock())
 
     def report(self) -> Report:

@@ -87,7 +87,7 @@ class Meeting:
         self._verdict = step_states.Verdict((), False, {}, {})
         self._missing: set[int] = set()
 
-    def hold(self, call: Call, *, leads: bool) -> tuple[dict[str, str], set[int]]:
+    def run(self, call: Call, *, leads: bool) -> tuple[dict[str, str], set[int]]:
         """Runs the meeting in all processes.
 
         Returns the names and identities of the run's steps, and the steps that are missing.
@@ -121,7 +121,7 @@ class Meeting:
     def _merge(self, generations: Generations | None) -> None:
         self._generations, self._remote_paths = generations, None
         disks = {
-            index: step_states.Disk(
+            index: step_states.DiskReport(
                 one.journal,
                 {name: files.identity for name, files in one.steps.items()},
                 [name for name, files in one.steps.items() if files.is_unreadable],

@@ -11,17 +11,17 @@ at any moment leaves disks that a later job merges in the same way.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from .journal import Claim, Contents, Generations
+from .journal import Claim, Generations, JournalContents
 
 
-class Disk(NamedTuple):
+class DiskReport(NamedTuple):
     """The report of one disk when a job begins: its journal, and the manifests in its folders of steps.
 
     manifests: by the name of the folder, the identity of the manifest there, or "" for a folder with arrays alone.
     unreadable: the names of the folders whose manifest cannot be read.
     """
 
-    journal: Contents
+    journal: JournalContents
     manifests: Mapping[str, str]
     unreadable: Collection[str] = ()
 
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
     retired: dict[str, str]
 
 
-def last_claim(disks: Mapping[int, Disk], generations: Generations | None, *, is_empty: bool) -> Claim | None:
+def last_claim(disks: Mapping[int, DiskReport], generations: Generations | None, *, is_empty: bool) -> Claim | None:
     """Returns the newest claim after which no other job has changed the remote tier. Returns None if there is none.
 
     generations: None if the remote tier has no file of generations. Then all claims are valid if `is_empty`, else none.
@@ -58,7 +58,7 @@ def last_claim(disks: Mapping[int, Disk], generations: Generations | None, *, is
     return max(confirmed, key=lambda claim: claim.job, default=None)
 
 
-def heirs_of(disks: Mapping[int, Disk], claim: Claim | None, *, is_new: bool) -> tuple[int, ...]:
+def heirs_of(disks: Mapping[int, DiskReport], claim: Claim | None, *, is_new: bool) -> tuple[int, ...]:
     """Returns the disks whose steps belong to the run: those that the job of the last claim used.
 
     A disk that the job was going to use may lack the claim, because the job was killed. It counts if its steps belonged
@@ -77,7 +77,7 @@ def heirs_of(disks: Mapping[int, Disk], claim: Claim | None, *, is_new: bool) ->
     return tuple(sorted(found, key=lambda index: (names[index] != claim.disks[0], names[index], index)))
 
 
-def _why_retired(name: str, identity: str, heirs: Sequence[Disk]) -> str:
+def _why_retired(name: str, identity: str, heirs: Sequence[DiskReport]) -> str:
     """Returns "archived" or "deleted" if an heir has recorded that a step left the run, and has removed it; else ""."""
     # A disk with both the manifest and the record was killed before it removed the step, or a save failed that was to
     # replace it. A manifest that cannot be read now may be this one.
@@ -92,7 +92,7 @@ def _why_retired(name: str, identity: str, heirs: Sequence[Disk]) -> str:
 
 
 def merge(
-    disks: Mapping[int, Disk],
+    disks: Mapping[int, DiskReport],
     generations: Generations | None,
     remote_identity: Callable[[str], str | None],
     *,

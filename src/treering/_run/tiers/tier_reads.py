@@ -251,7 +251,7 @@ class TierReads:
         self.tier.journal.read()
         generations = read_generations(self.remote.steps.store, self.remote.root)
         is_empty = generations is None and not self.remote.steps.committed()
-        disks = {0: step_states.Disk(self.tier.journal.contents, {})}
+        disks = {0: step_states.DiskReport(self.tier.journal.contents, {})}
         claim = step_states.last_claim(disks, generations, is_empty=is_empty)
         return bool(step_states.heirs_of(disks, claim, is_new=is_empty))
 

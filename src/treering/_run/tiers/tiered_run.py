@@ -6,6 +6,7 @@ import posixpath
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from ... import stores
 from ..._core.calls import Call
 from ..._core.entries import step_number
 from ...errors import CorruptError, ExistsError, NotFoundError, SaveError
@@ -14,8 +15,13 @@ from ...keep import Policy, Saved
 from ...stores import probe
 from ...stores.read_errors import is_full
 from .. import run_layout
+from ..metrics import LateMetrics
+from ..pending_saves import Failures, PendingSaves
 from ..plain_run import PlainRun
 from ..retention import Retention
+from ..run_directory import RunDirectory
+from ..run_layout import RunLayout
+from ..step_catalog import StepCatalog
 from ..step_fallback import StepCopy
 from .host_copies import HostCopies
 from .joint_changes import JointChanges
@@ -53,7 +59,7 @@ class TieredRun(TierReads):
         self._generation = Generation(remote.steps.store, remote.root)
         self.remote_retention = Retention(remote, keep)
         self._has_deleted = False  # True if local steps were deleted since a save last waited for room
-        self.together: JointChanges | None = None
+        self.host_changes: JointChanges | None = None
         self._uploader = Uploader(self, self.remote_retention, bytes_per_second, notify, timeout)
 
     @property
@@ -77,7 +83,7 @@ class TieredRun(TierReads):
 
     def is_on_two_hosts(self, path: str) -> bool:
         """Returns True if the disks of two hosts have each file of the local step at a path."""
-        return self.together is not None and self.together.is_on_two_hosts(path)
+        return self.host_changes is not None and self.host_changes.is_on_two_hosts(path)
 
     @property
     def uploading_step(self) -> int | None:
@@ -102,7 +108,7 @@ class TieredRun(TierReads):
                 "second copy give each of several hosts a disk of its own", self.local.root,
             )  # fmt: skip
         if group:
-            self.together = JointChanges(self.root, self.local.root, group, self._uploader, copies, self.retain)
+            self.host_changes = JointChanges(self.root, self.local.root, group, self._uploader, copies, self.retain)
 
     # Writing
 
@@ -199,8 +205,8 @@ class TieredRun(TierReads):
         self._retain(None)
 
     def end_writing(self) -> SaveError | None:
-        if self.together:
-            self.together.wait_for_copies()  # They write to this disk, which the next job may acquire after this.
+        if self.host_changes:
+            self.host_changes.wait_for_copies()  # They write to this disk, which the next job may acquire after this.
         if self.index:
             self._uploader.lift_limit()
             self._uploader.wait()  # Process 0 leads the upload and waits for it there.
@@ -320,8 +326,8 @@ class TieredRun(TierReads):
 
         if not call.broadcast(lambda: self.claimed and probe.is_memory_of_host(local.steps.store, local.root)):
             return
-        if self.together:
-            self.together.wait_for_copies()  # They would bring files back.
+        if self.host_changes:
+            self.host_changes.wait_for_copies()  # They would bring files back.
         call.broadcast(lambda: clear_steps(local, self.remote, missing))
         if self.host_group:
             self.host_group.clear(call)
@@ -424,3 +430,45 @@ class TieredRun(TierReads):
         for step, path in self.local.steps.committed().items():
             if step in there and self._known_copied(step, path):
                 metrics.copy(local, path, remote, there[step], self._copied[step][1])
+
+
+def make_directory(
+    root: str,
+    local: str | os.PathLike[str] | None,
+    *,
+    layout: RunLayout,
+    tensorboard: str | os.PathLike[str] | None,
+    keep: Policy | None,
+    upload_limit: float | None,
+    failures: Failures,
+    pending_saves: PendingSaves,
+    timeout: float,
+    local_copies: int,
+) -> RunDirectory:
+    """Returns the directory that a run is saved to. `keep` and `upload_limit` apply only to a remote tier."""
+    made: list[TieredRun] = []
+
+    def busy() -> bool:
+        # This function must not refer to the `Checkpointer`, nor to the only directory. A cycle would delay the
+        # finalizers of a dropped `Checkpointer`: they restore the handler of SIGTERM and release the lease.
+        return pending_saves.busy() or any(one.busy for one in made)
+
+    def directory_at(root: str) -> PlainRun:
+        return PlainRun(StepCatalog(stores.get(root), root, layout, tensorboard), busy)
+
+    plain = directory_at(root)
+    if local is None:
+        return plain
+    tiered = TieredRun(
+        directory_at(stores.absolute(local)), plain, keep, upload_limit, failures.notify, timeout, local_copies
+    )
+    made.append(tiered)
+    return tiered
+
+
+def late_metrics(directory: RunDirectory, retention: Retention, pending_saves: PendingSaves) -> LateMetrics:
+    """Returns the object that applies the policy to late metrics: in the remote tier, or by `retention` without one."""
+    if isinstance(directory, TieredRun):
+        return LateMetrics(directory.remote, directory.remote_retention, pending_saves, directory.start_upload)
+    assert isinstance(directory, PlainRun)
+    return LateMetrics(directory, retention, pending_saves, None)

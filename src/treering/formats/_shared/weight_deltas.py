@@ -160,7 +160,7 @@ def _xor(data: np.ndarray, packed: np.ndarray) -> None:
 def _overwrite(data: np.ndarray, packed: np.ndarray) -> None:
     """Sets bytes: a number of positions, the positions (four bytes each), and a byte for each."""
     # An element of the positions and its byte, for each byte at most.
-    found = unpack(packed, None, most=4 + 5 * data.size)
+    found = unpack(packed, None, max_bytes=4 + 5 * data.size)
     count = int.from_bytes(found[:4].tobytes(), "little")
     if found.size != 4 + 5 * count:
         raise CorruptError(f"expected {count} changed bytes, found {max(found.size - 4, 0) / 5:g}")

@@ -18,16 +18,16 @@ def zstandard() -> Any:
     return zstandard
 
 
-def unpack(packed: np.ndarray, nbytes: int | None, *, most: int = 0) -> np.ndarray:
-    """Returns the contents of a frame. Raises `CorruptError` unless they have `nbytes` bytes, or at most `most`.
+def unpack(packed: np.ndarray, nbytes: int | None, *, max_bytes: int = 0) -> np.ndarray:
+    """Returns the contents of a frame. Raises `CorruptError` unless they have `nbytes` bytes, or at most `max_bytes`.
 
     The size is looked at before memory is taken for it.
     """
     package = zstandard()
     try:
         size = package.get_frame_parameters(packed.data).content_size
-        if size != nbytes if nbytes is not None else size > most:
-            expected = f"{nbytes} bytes" if nbytes is not None else f"at most {most} bytes"
+        if size != nbytes if nbytes is not None else size > max_bytes:
+            expected = f"{nbytes} bytes" if nbytes is not None else f"at most {max_bytes} bytes"
             raise CorruptError(f"expected a zstd frame of {expected}, found one of {size}")
         data = package.ZstdDecompressor().decompress(packed.data, max_output_size=size)
     except package.ZstdError as error:

@@ -31,10 +31,10 @@ class Chunks(NamedTuple):
                 yield box
 
 
-def even_chunk_shape(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
-    """Returns the shape of chunks of at most `most` bytes that divide an array evenly; cuts its largest axis first."""
+def even_chunk_shape(shape: Sequence[int], itemsize: int, max_bytes: int) -> list[int]:
+    """Returns the shape of chunks of at most `max_bytes` that divide an array evenly; cuts its largest axis first."""
     chunk = list(shape)
-    while math.prod(chunk) * itemsize > most and max(chunk) > 1:
+    while math.prod(chunk) * itemsize > max_bytes and max(chunk) > 1:
         factors = [_least_factor(size) for size in chunk]
         axis = max(range(len(chunk)), key=lambda axis: (1 < factors[axis] <= _MAX_PARTS, chunk[axis]))
         chunk[axis] //= factors[axis]
@@ -45,12 +45,12 @@ def assign_chunks(
     call: Call,
     entries: Sequence[ArrayEntry],
     layouts: Mapping[str, Layout],
-    most: int,
+    max_bytes: int,
     shape: Callable[[ArrayEntry], Sequence[int]],
 ) -> dict[str, Chunks]:
     """Assigns the chunks of arrays, by path. Only `Chunks.own` differs between the processes.
 
-    An array in `layouts` is spread over the processes in regular parts. They are cut into chunks of at most `most`
+    An array in `layouts` is spread over the processes in regular parts. They are cut into chunks of at most `max_bytes`
     bytes if these divide them evenly. Every process holds all of the other arrays; `shape` gives their chunk shape.
     Of the processes that hold a chunk, the one with the fewest bytes to write so far writes it.
     """
@@ -66,7 +66,7 @@ def assign_chunks(
     # Chunks with few holders come first, and large arrays: the rest can then even out the bytes of each process.
     for entry in sorted(entries, key=lambda entry: (max(map(len, spread[entry.path].holders)), -entry.nbytes)):
         layout, itemsize = spread[entry.path], dtypes.itemsize(entry.dtype)
-        chunk = shape(entry) if len(layout.boxes) == 1 else _even_part(box_shape(layout.boxes[0]), itemsize, most)
+        chunk = shape(entry) if len(layout.boxes) == 1 else _even_part(box_shape(layout.boxes[0]), itemsize, max_bytes)
         nbytes = itemsize * math.prod(chunk)
         own: list[Box] = []
         for cell, holders in zip(layout.boxes, layout.holders, strict=True):
@@ -79,9 +79,9 @@ def assign_chunks(
     return found
 
 
-def _even_part(shape: Sequence[int], itemsize: int, most: int) -> list[int]:
+def _even_part(shape: Sequence[int], itemsize: int, max_bytes: int) -> list[int]:
     """Returns the shape of chunks that divide an array evenly, or one chunk if these would be tiny."""
-    chunk = even_chunk_shape(shape, itemsize, most)
+    chunk = even_chunk_shape(shape, itemsize, max_bytes)
     tiny = math.prod(chunk) * itemsize < min(_MIN_CHUNK_BYTES, math.prod(shape) * itemsize)
     return [max(size, 1) for size in (shape if tiny else chunk)]
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ...errors import ExistsError, SaveError
 from ...stores.lease_registry import LeaseLostError
@@ -109,9 +109,7 @@ class Transaction(SaveFiles):
         self.outcome = None  # From here on, an interrupt may leave the manifest in place; `abort` finds out.
         try:
             self._sinks[self._temporary].publish(
-                self._manifest,
-                overwrite=self._overwrite,
-                version=old.version if old else ABSENT,
+                self._manifest, overwrite=self._overwrite, version=old.version if old else ABSENT
             )
         except LeaseLostError:
             self.outcome = self._roll_back() if self.rolls_back else self._look()
@@ -121,15 +119,7 @@ class Transaction(SaveFiles):
             outcome = self._look()
             if outcome is Outcome.IN_DOUBT:  # The files of both checkpoints stay, because either may be valid.
                 self.outcome = outcome
-                raise SaveError(
-                    f"{self.path}: commit not confirmed ({error}); "
-                    + (
-                        "either the new or the old checkpoint is in place, and it is complete"
-                        if self._overwrite
-                        else "the new checkpoint may be in place; if it is, it is complete"
-                    )
-                    + "; open it to find out"
-                ) from error
+                raise self._in_doubt(error) from error
             if outcome is Outcome.ABORTED:
                 if not isinstance(error, FileExistsError):
                     raise
@@ -148,19 +138,32 @@ class Transaction(SaveFiles):
                 f"after a power cut it may be {'the old one again' if self._overwrite else 'gone'}"
             ) from error
         self.outcome = Outcome.COMMITTED
-        with logging_errors(self.path):
-            if not self._overwrite:
-                with contextlib.suppress(FileNotFoundError):  # Without links, it was renamed to the manifest.
-                    self.store.delete(self._temporary)
+        self._tidy_up(replaced)
+
+    def _in_doubt(self, error: OSError) -> SaveError:
+        which = (
+            "either the new or the old checkpoint is in place, and it is complete"
+            if self._overwrite
+            else "the new checkpoint may be in place; if it is, it is complete"
+        )
+        return SaveError(f"{self.path}: commit not confirmed ({error}); {which}; open it to find out")
+
+    def _tidy_up(self, replaced: Sequence[str]) -> None:
+        """Removes what the new manifest does not need, and closes the files. Errors are logged: the save is over."""
+        store, path = self.store, self.path
+        if not self._overwrite:
+            # Without links, it was renamed to the manifest.
+            with logging_errors(path), contextlib.suppress(FileNotFoundError):
+                store.delete(self._temporary)
         self.close()
         if self._overwrite:
-            with logging_errors(self.path):  # Files of the replaced checkpoint need no locks: no save writes them.
-                self.store.delete_all(self.path, replaced)
-            if self.store.has_locks:
-                collect_garbage(self.store, self.path)
+            with logging_errors(path):  # Files of the replaced checkpoint need no locks: no save writes them.
+                store.delete_all(path, replaced)
+            if store.has_locks:
+                collect_garbage(store, path)
         if self._orphans:
-            with logging_errors(self.path):
-                self.store.delete_all(self.path, self._orphans)
+            with logging_errors(path):
+                store.delete_all(path, self._orphans)
 
     def abort(self) -> None:
         """Removes everything that this save wrote, unless it is committed, in doubt, or cannot be rolled back."""

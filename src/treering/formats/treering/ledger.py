@@ -88,11 +88,11 @@ class WrittenFile(NamedTuple):
 class Ledger:
     """The array files of earlier checkpoints that this process knows.
 
-    most: how many checkpoints it keeps, the last ones; None for all.
+    max_checkpoints: how many checkpoints it keeps, the last ones; None for all.
     """
 
-    def __init__(self, most: int | None = None):
-        self._most = most
+    def __init__(self, max_checkpoints: int | None = None):
+        self._max_checkpoints = max_checkpoints
         self._files: dict[str, Sequence[WrittenFile]] = {}  # by the path of the checkpoint; the last noted one is last
 
     @property
@@ -105,8 +105,8 @@ class Ledger:
         self._files.pop(path, None)
         known = (file for file in files if file.version is not None)
         self._files[path] = [file._replace(numbers=range(len(file.numbers)), begins=()) for file in known]
-        if self._most is not None:
-            for old in [*self._files][: -self._most]:
+        if self._max_checkpoints is not None:
+            for old in [*self._files][: -self._max_checkpoints]:
                 del self._files[old]
 
     def keep(self, paths: Collection[str | None]) -> None:
@@ -177,7 +177,7 @@ class CopiedFiles:
             self._ledger.note(self._files.path, self._copied)
 
 
-def hold(store: Store, file: WrittenFile) -> WrittenFile | None:
+def open_if_unchanged(store: Store, file: WrittenFile) -> WrittenFile | None:
     """Opens a file to share it. Returns None if it is not as it was written, which is logged."""
     try:
         found = store.stat(file.finished.path)
@@ -216,7 +216,7 @@ def version(store: Store, path: str, listed: File) -> Hashable:
     return found.version
 
 
-def share(files: SaveFiles, name: str, file: WrittenFile) -> WrittenFile:
+def link_or_copy(files: SaveFiles, name: str, file: WrittenFile) -> WrittenFile:
     """Puts a held file into a save, under a new name.
 
     Raises `SaveError` if bytes must be copied and are damaged.

@@ -56,9 +56,7 @@ class _Sealed(msgspec.Struct, frozen=True):
 preload_decoders(_Sealed, *_LARGE_FIELDS.values())
 
 
-def xxh3(data: Any) -> str:
-    """Returns a checksum as the format writes it: 16 hexadecimal digits of XXH3-64."""
-    return xxhash.xxh3_64_hexdigest(data)
+xxh3 = xxhash.xxh3_64_hexdigest  # the checksums of the format: 16 hexadecimal digits of XXH3-64
 
 
 def seal(content: msgspec.Struct) -> bytes:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, TypeVar
 
-from ..._threads.weak_registry import WeakRegistry
+from ..._threads.forks import WeakRegistry
 from ...errors import SaveError
 from ...stores.buffers import aligned
 from ...stores.file_io import remove_unused
@@ -46,6 +46,8 @@ class RetryingSink:
 
     def __init__(self, sink: Sink, retry: Retry):
         self._sink, self._retry = sink, retry
+        # Not repeated: the room is allocated, and after a failed sync a second one may succeed although data are lost.
+        self.finish = sink.finish
 
     @property
     def path(self) -> str:
@@ -71,10 +73,6 @@ class RetryingSink:
         if not is_full(error):
             raise error
         return self._retry(self._sink.path, nbytes, write)
-
-    def finish(self, nbytes: int, *, read_only: bool = False, same_as: FinishedFile | None = None) -> None:
-        # Not repeated: the room is allocated, and after a failed sync a second one may succeed although data are lost.
-        self._sink.finish(nbytes, read_only=read_only, same_as=same_as)
 
     def publish(self, path: str, *, overwrite: bool, version: Hashable | None = None) -> None:
         self._sink.publish(path, overwrite=overwrite, version=version)

@@ -292,9 +292,9 @@ def leaf_paths(tree: list[Node | int], leaves: int) -> list[str]:
     return found
 
 
-def _repeats(tree: list[Node | int], first: int, end: int, most: int) -> int:
-    """Returns how many times in a row, up to `most`, the nodes [first, end) are repeated from `end` on."""
-    if not most or end - first > _MAX_REPEATED_NODES or tree[end : end + 1] != tree[first : first + 1]:
+def _repeats(tree: list[Node | int], first: int, end: int, limit: int) -> int:
+    """Returns how many times in a row, up to `limit`, the nodes [first, end) are repeated from `end` on."""
+    if not limit or end - first > _MAX_REPEATED_NODES or tree[end : end + 1] != tree[first : first + 1]:
         return 0
     block = tree[first:end]
     if tree[end : end + len(block)] != block:
@@ -303,7 +303,7 @@ def _repeats(tree: list[Node | int], first: int, end: int, most: int) -> int:
         return 0  # 1, 1.0 and True compare equal, but are different keys.
     # Comparing twice as many copies each time needs few comparisons of slices; after a difference, half as many.
     count = more = 1
-    while more := min(more, most - count):
+    while more := min(more, limit - count):
         begin = end + count * len(block)
         if tree[begin : begin + more * len(block)] == block * more:
             count += more

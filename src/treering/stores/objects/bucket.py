@@ -24,6 +24,16 @@ T = TypeVar("T")
 Version = tuple[str | None, str | None]  # the ETag, and the version number in stores that have one
 
 
+def join_key(folder: str, name: str) -> str:
+    """Returns the key or URL of a name in a folder."""
+    return f"{folder}/{name}" if folder and name else folder or name
+
+
+def relative_key(folder: str, key: str) -> str:
+    """Returns the name within a folder of an object below it."""
+    return key[len(folder) + 1 :] if folder else key
+
+
 def now() -> float:
     """Returns seconds of a clock that also runs while the machine is suspended, where the system has one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
@@ -201,14 +211,14 @@ class Bucket:
         """Returns all objects below a key, sorted by name."""
         return sorted(self.list_at_most(key, None) or ())
 
-    def list_at_most(self, key: str, most: int | None) -> "list[ObjectMeta] | None":
-        """Returns all objects below a key; None if there are more than `most`."""
+    def list_at_most(self, key: str, limit: int | None) -> "list[ObjectMeta] | None":
+        """Returns all objects below a key; None if there are more than `limit`."""
 
         def ask() -> list[ObjectMeta] | None:
             found: list[ObjectMeta] = []
             for page in self._obstore.list(self.client, prefix=key or None):
                 found += [_object_meta(one) for one in page if one["path"] != key]
-                if most is not None and len(found) > most:
+                if limit is not None and len(found) > limit:
                     return None
             above = (
                 {key for one in found for key in _parent_keys(one.key)} if any(not one.nbytes for one in found) else ()

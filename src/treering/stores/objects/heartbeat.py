@@ -16,10 +16,9 @@ from typing import Any
 
 import msgspec
 
-from ..._threads.forks import free_in_children
+from ..._threads.forks import WeakRegistry, free_in_children
 from ..._threads.preload_decoders import preload_decoders
 from ..._threads.thread import Thread, start_threads
-from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError
 from .. import lease_registry
 from .bucket import Bucket, ObjectMeta, Version, now

@@ -7,15 +7,13 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ..._threads.forks import free_in_children
-from ..._threads.weak_registry import WeakRegistry
+from ..._threads.forks import WeakRegistry, free_in_children
 from ...errors import ExistsError, RequestError, UnsupportedError
 from .. import lease_registry
 from ..store import LOCK_NAME
 from . import heartbeat, round_trip
-from .bucket import Bucket, Version
+from .bucket import Bucket, Version, join_key
 from .heartbeat import LEASE_SECONDS, Heartbeat, WriterRecord
-from .keys import join_key
 from .request_errors import ChangedError
 
 _POLL_SECONDS = 2.0

@@ -23,8 +23,7 @@ from ...errors import RequestError
 from ..buffers import aligned
 from ..read_errors import ReplacedError
 from ..tensorstore_memory import encode_error
-from .bucket import Bucket, ObjectMeta
-from .keys import relative_key
+from .bucket import Bucket, ObjectMeta, relative_key
 from .request_errors import ChangedError
 
 _HOST = "127.0.0.1"

@@ -22,9 +22,8 @@ from ..temporary_names import final_name
 from ..tensorstore_memory import drain_memory, load_into_memory
 from . import clients, heartbeat, loopback, round_trip, temporary_folder
 from .blob import ObjectBlob
-from .bucket import Bucket, ObjectMeta
+from .bucket import Bucket, ObjectMeta, join_key, relative_key
 from .heartbeat import Heartbeat
-from .keys import join_key, relative_key
 from .lease import ObjectLease
 from .listing_cache import ListingCache
 from .request_errors import ChangedError

@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from ...errors import ExistsError, SaveError, UnsupportedError
 from ..temporary_names import final_name, temporary_sibling
 from . import heartbeat, round_trip
-from .bucket import Bucket
+from .bucket import Bucket, join_key, relative_key
 from .heartbeat import Heartbeat
-from .keys import join_key, relative_key
 from .upload import Uploads
 
 _WRITER_MARK = ".writer"

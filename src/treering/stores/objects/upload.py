@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..._threads.forks import free_in_children
+from ..._threads.forks import WeakRegistry, free_in_children
 from ..._threads.thread import Latch, Thread, lost_thread, start_threads
-from ..._threads.weak_registry import WeakRegistry
 from ...errors import SaveError, UnsupportedError
 from ..buffers import aligned, round_up
 from ..store import FinishedFile
@@ -203,7 +202,7 @@ class Uploads:
             self._pending[path] = upload
         while not self._slots.acquire(timeout=_LOST_POLL_SECONDS):
             for one in list(self._pending.values()):
-                one.settle()  # A thread that ended without a result has not released its slot.
+                one.end_if_lost()  # A thread that ended without a result has not released its slot.
         thread = Thread(target=upload.run, name="treering-upload", daemon=False)
         try:
             start_threads(thread)
@@ -277,7 +276,7 @@ class Upload:
         self.is_over.wait()
         self._end()
 
-    def settle(self) -> None:
+    def end_if_lost(self) -> None:
         """Ends the upload if its thread has ended."""
         if self.is_over.is_set():
             self._end()

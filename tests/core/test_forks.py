@@ -1,6 +1,6 @@
 """Tests the set of objects that still exist."""
 
-from treering._threads.weak_registry import WeakRegistry
+from treering._threads.forks import WeakRegistry
 
 
 class _Thing:
