@@ -63,6 +63,19 @@ export function* byteRuns(part, from, to, itemBytes, after = 0) {
   }
 }
 
+/**
+ * Copies `part` from one array to another.
+ *
+ * @param {Box} part inside both boxes
+ * @param {[Box, Uint8Array]} from
+ * @param {[Box, Uint8Array]} to
+ * @param {number} itemBytes
+ */
+export function copyPart(part, [from, source], [to, target], itemBytes) {
+  for (const run of byteRuns(part, from, to, itemBytes))
+    target.set(source.subarray(run.from, run.from + run.length), run.to);
+}
+
 /** @param {readonly number[]} shape @param {number} itemBytes @returns {number[]} */
 function strides(shape, itemBytes) {
   const found = new Array(shape.length);

@@ -30,7 +30,7 @@ export class Checkpoint {
    * @param {Differences} [differences] reads arrays that are stored as differences
    */
   constructor(source, bytes, differences) {
-    const manifest = decodeManifest(bytes);
+    const manifest = decodeManifest(bytes, differences);
     this.source = source;
     this.differences = differences;
     this.manifest = manifest;

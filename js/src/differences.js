@@ -1,15 +1,26 @@
 /** Arrays that are stored as their difference to the same leaf of another checkpoint, the base: published weights. */
 
+import { copyPart } from "./boxes.js";
 import { xxh3 } from "./checksum.js";
 import { openSource } from "./checkpoint.js";
-import { DamagedError, NotFoundError, SourceError, UnsupportedError } from "./errors.js";
+import { parseDtype } from "./dtypes.js";
+import { check, DamagedError, NotFoundError, SourceError, UnsupportedError } from "./errors.js";
+import { checksum, integer, list, unknownFields } from "./fields.js";
+import { decodeWhere } from "./layouts.js";
 import { readBox } from "./read_box.js";
-import { sameShape } from "./shapes.js";
+import { countOf, sameShape } from "./shapes.js";
 import { decompress } from "./vendor/fzstd.js";
 
 /** @typedef {import("./checkpoint.js").Checkpoint} Checkpoint */
 /** @typedef {import("./leaf_rows.js").ArrayRow} ArrayRow */
 /** @typedef {import("./leaf_rows.js").Difference} Difference */
+/** @typedef {import("./leaf_rows.js").Part} Part */
+/** @typedef {import("./leaf_rows.js").Described} Described */
+/** @typedef {import("./leaf_rows.js").Known} Known */
+/** @typedef {import("./leaf_rows.js").Stored} Stored */
+/** @typedef {import("./dtypes.js").Dtype} Dtype */
+/** @typedef {import("./json.js").Json} Json */
+/** @typedef {import("./layouts.js").Piece} Piece */
 
 /** Bases, one from another. */
 const MAX_CHAIN = 10_000;
@@ -18,8 +29,20 @@ const ZSTD_MAGIC = 0xfd2fb528;
 /** @type {WeakMap<Checkpoint, Promise<Checkpoint>>} */
 const bases = new WeakMap();
 
+const FIELDS = ["nbytes", "count", "gap", "base", "xxh3"];
+
 /** The option of `open` with which a page reads differences. In Node they are always read. */
 export const differences = {
+  /**
+   * For each feature, decodes where an array is stored. Raises `FormatFault`.
+   *
+   * @type {Map<string, (leaf: Described, where: Map<string, Json>, known: Known) => Stored>}
+   */
+  rows: new Map([
+    ["differences", inOnePart],
+    ["differences-in-parts", inParts],
+  ]),
+
   /**
    * Returns all elements of an array that is stored as a difference.
    *
@@ -28,26 +51,99 @@ export const differences = {
    */
   async read(checkpoint, row) {
     // From the newest to the one that has the array itself.
-    const stored = [];
+    const links = [];
     let [at, found] = [checkpoint, row];
-    for (; found.difference; [at, found] = await inBase(at, found, checkpoint)) {
-      if (stored.length === MAX_CHAIN)
+    for (; found.parts; [at, found] = await inBase(at, found, checkpoint)) {
+      if (links.length === MAX_CHAIN)
         throw damaged(checkpoint, row.path, `expected at most ${MAX_CHAIN} bases, one from another, found more`);
-      stored.push({ at, difference: found.difference, files: at.files });
+      links.push({ at, parts: found.parts, files: at.files });
     }
     const bytes = await fromBase(checkpoint, row.path, () => readBox(found, at.files, fullBox(found)));
-    for (const { at: one, difference, files } of stored.reverse()) {
-      expectChecksum(checkpoint, row.path, "the base", difference.base, bytes);
-      const read = () => readBox(difference.stored, files, fullBox(difference.stored));
-      const data = one === checkpoint ? await read() : await fromBase(checkpoint, row.path, read);
-      const fault = applied(bytes, data, difference, row.dtype.itemBytes);
-      if (fault) throw damaged(one, row.path, fault);
-      expectChecksum(one, row.path, "the array", difference.xxh3, bytes);
-      row.dtype.normalize?.(bytes);
+    for (const { at: one, parts, files } of links.reverse()) {
+      for (const part of parts()) {
+        const read = () => readBox(part.stored, files, fullBox(part.stored));
+        const data = one === checkpoint ? await read() : await fromBase(checkpoint, row.path, read);
+        change(checkpoint, row, one, bytes, part, data);
+      }
     }
     return bytes;
   },
 };
+
+/** @param {Described} leaf @param {Map<string, Json>} where @param {Known} known @returns {Stored} */
+function inOnePart(leaf, where, known) {
+  const place = `${leaf.path}: its difference`;
+  unknownFields(where, ["requires", "where", ...FIELDS], place);
+  check(known.hasBase, place, "a base of the checkpoint", undefined);
+  const fields = FIELDS.map((name) => where.get(name));
+  const difference = differenceOf(fields, place);
+  const pieces = decodeWhere(where.get("where") ?? null, leaf.path, [difference.nbytes], known);
+  return { pieces, parts: () => [{ box: fullBox(leaf), stored: storedRow(leaf, pieces, difference), difference }] };
+}
+
+/** @param {Described} leaf @param {Map<string, Json>} where @param {Known} known @returns {Stored} */
+function inParts(leaf, where, known) {
+  const place = `${leaf.path}: its parts`;
+  unknownFields(where, ["requires", "where", "parts"], place);
+  check(known.hasBase, place, "a base of the checkpoint", undefined);
+  const layout = list(where.get("where"), place);
+  const pieces = decodeWhere(layout, leaf.path, leaf.shape, known);
+  const found = list(where.get("parts"), place).map((part) =>
+    part === null ? undefined : differenceOf(list(part, place, FIELDS.length), place),
+  );
+  const { length } = known.layouts[Number(layout[0])].holders;
+  check(found.length === length, place, `one for each of ${length} pieces`, found.length);
+  const parts = () =>
+    pieces().map((piece, n) => {
+      const shape = found[n] ? [found[n].nbytes] : piece.shape;
+      const own = { ...piece, ...fullBox({ shape }) };
+      return { box: piece, stored: storedRow({ ...leaf, shape }, () => [own], found[n]), difference: found[n] };
+    });
+  return { pieces, parts };
+}
+
+/** @param {(Json | undefined)[]} fields @param {string} place @returns {Difference} */
+function differenceOf(fields, place) {
+  const [nbytes, count, gap] = fields.slice(0, 3).map((number) => integer(number, place));
+  check([1, 2, 4, 8].includes(gap), place, "a gap of 1, 2, 4 or 8", gap);
+  const [base, xxh3] = fields.slice(3).map((sum) => checksum(sum, place));
+  return { nbytes, count, gap, base, xxh3 };
+}
+
+/**
+ * Returns the row of the bytes of a difference, or of a part that is stored as it is.
+ *
+ * @param {Described} leaf @param {() => Piece[]} pieces @param {Difference | undefined} difference
+ * @returns {ArrayRow}
+ */
+function storedRow(leaf, pieces, difference) {
+  const row = { ...leaf, pieces, tied: undefined, requires: [], lengths: undefined };
+  const dtype = /** @type {Dtype} */ (parseDtype("uint8"));
+  return difference ? { ...row, type: "numpy", dtype, shape: [difference.nbytes], impl: "" } : row;
+}
+
+/**
+ * Changes a part of an array.
+ *
+ * @param {Checkpoint} checkpoint @param {ArrayRow} row @param {Checkpoint} one the one with the difference
+ * @param {Uint8Array} bytes of the array @param {Part} part @param {Uint8Array} data what is stored for the part
+ */
+function change(checkpoint, row, one, bytes, { box, difference }, data) {
+  const { path, shape, dtype } = row;
+  const full = fullBox(row);
+  const isAll = sameShape(box.shape, shape);
+  let made = data;
+  if (difference) {
+    made = isAll ? bytes : new Uint8Array(countOf(box.shape) * dtype.itemBytes);
+    if (!isAll) copyPart(box, [full, bytes], [box, made], dtype.itemBytes);
+    expectChecksum(checkpoint, path, "the base", difference.base, made);
+    const fault = applied(made, data, difference, dtype.itemBytes);
+    if (fault) throw damaged(one, path, fault);
+    expectChecksum(one, path, "the array", difference.xxh3, made);
+    dtype.normalize?.(made);
+  }
+  if (made !== bytes) copyPart(box, [box, made], [full, bytes], dtype.itemBytes);
+}
 
 /**
  * Returns the base of a checkpoint, and the row of an array there.
@@ -130,7 +226,7 @@ function expectChecksum(checkpoint, path, what, expected, bytes) {
   if (found !== expected) throw damaged(checkpoint, path, `${what}: expected the checksum ${expected}, found ${found}`);
 }
 
-/** @param {ArrayRow} row */
+/** @param {{shape: number[]}} array @returns {{start: number[], shape: number[]}} */
 function fullBox({ shape }) {
   return { start: shape.map(() => 0), shape };
 }

@@ -1,6 +1,6 @@
 /** Leaves of an open checkpoint. */
 
-import { byteRuns } from "./boxes.js";
+import { copyPart } from "./boxes.js";
 import { InputError, show, supported, UnsupportedError } from "./errors.js";
 import { MANIFEST } from "./manifest.js";
 import { damageOf, readBox } from "./read_box.js";
@@ -36,6 +36,8 @@ export class ArrayLeaf {
     this.row = row;
     this.checkpoint = checkpoint;
     this.files = checkpoint.files;
+    /** @type {WeakRef<Uint8Array> | undefined} */
+    this.made = undefined;
   }
 
   /**
@@ -47,28 +49,35 @@ export class ArrayLeaf {
   async read(slice) {
     const box = boxOf(this, slice);
     checkReadable(this);
-    const bytes = await (this.row.difference ? this.difference(box) : readBox(this.row, this.files, box));
+    const bytes = await (this.row.parts ? this.difference(box) : readBox(this.row, this.files, box));
     return new Tensor(this.dtype, box.shape, bytes, this.type, this.impl);
   }
 
   /** Returns the errors that `read` would meet, or raises one. @param {Damage} damage of the files @returns {Promise<Error[]>} */
   async damage(damage) {
     checkReadable(this);
-    const { difference } = this.row;
-    const errors = await damageOf(difference?.stored ?? this.row, this.files, damage);
-    if (difference && !errors.length) await this.read();
+    if (!this.row.parts) return damageOf(this.row, this.files, damage);
+    const found = await Promise.all(this.row.parts().map(({ stored }) => damageOf(stored, this.files, damage)));
+    const errors = Array.from(new Set(found.flat()));
+    if (!errors.length) await this.make();
     return errors;
+  }
+
+  /** Returns all elements of an array that is stored as a difference. */
+  make() {
+    const { differences } = this.checkpoint;
+    return /** @type {Differences} */ (differences).read(this.checkpoint, this.row);
   }
 
   /** Reads a box of an array that is stored as a difference. @param {import("./boxes.js").Box} box */
   async difference(box) {
-    const { differences } = this.checkpoint;
-    const all = await /** @type {Differences} */ (differences).read(this.checkpoint, this.row);
+    // The viewer reads an array box by box. Otherwise each box would make all of it again.
+    const all = this.made?.deref() ?? (await this.make());
+    this.made = new WeakRef(all);
     const { shape, dtype } = this.row;
     const bytes = new Uint8Array(countOf(box.shape) * dtype.itemBytes);
     const full = { start: shape.map(() => 0), shape };
-    for (const { from, to, length } of byteRuns(box, full, box, dtype.itemBytes))
-      bytes.set(all.subarray(from, from + length), to);
+    copyPart(box, [full, all], [box, bytes], dtype.itemBytes);
     return bytes;
   }
 }
@@ -131,11 +140,12 @@ export class ValueLeaf {
 }
 
 /** @param {ArrayLeaf} leaf */
-function checkReadable({ path, row: { requires, difference }, checkpoint }) {
-  if (!requires.length && (!difference || checkpoint.differences)) return;
-  const message = difference
-    ? `${path}: expected an array without a base, found differences. Read it in Node, or with the option \`differences\` of \`open\``
-    : `${path}: expected no feature that this reader does not know, found ${requires}. Read it with a newer release`;
+function checkReadable({ path, row: { requires }, checkpoint }) {
+  if (!requires.length) return;
+  const message =
+    requires[0].startsWith("differences") && !checkpoint.differences
+      ? `${path}: expected an array without a base, found differences. Read it in Node, or with the option \`differences\` of \`open\``
+      : `${path}: expected no feature that this reader does not know, found ${requires}. Read it with a newer release`;
   throw new UnsupportedError(message, { file: MANIFEST });
 }
 

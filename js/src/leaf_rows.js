@@ -2,7 +2,7 @@
 
 import { parseDtype } from "./dtypes.js";
 import { check, FormatFault, show } from "./errors.js";
-import { checksum, integer, list, requirements, text, unknownFields } from "./fields.js";
+import { integer, list, requirements, text, unknownFields } from "./fields.js";
 import { decodeWhere } from "./layouts.js";
 import { checkShape, sameShape } from "./shapes.js";
 import { Value } from "./values.js";
@@ -23,23 +23,28 @@ import { Value } from "./values.js";
  * @property {string | undefined} tied the path of the leaf that is the same array
  * @property {string[]} requires features that this reader lacks
  * @property {number[] | undefined} lengths the bytes of each state of an iterator
- * @property {Difference} [difference] how the array differs from that of the base
+ * @property {() => Part[]} [parts] how the array differs from that of the base
+ */
+/**
+ * @typedef {object} Part a rectangular part of an array
+ * @property {import("./boxes.js").Box} box
+ * @property {ArrayRow} stored the array of bytes in its files: those of the difference, or of the part as it is
+ * @property {Difference | undefined} difference
  */
 /**
  * @typedef {object} Difference
- * @property {ArrayRow} stored the array of bytes in its files
+ * @property {number} nbytes the bytes that are stored
  * @property {number} count the number of elements that differ
  * @property {number} gap the bytes of each position
- * @property {string} base the checksum of the array in the base
- * @property {string} xxh3 the checksum of the array
+ * @property {string} base the checksum of the part in the base
+ * @property {string} xxh3 the checksum of the part
  */
 /** @typedef {{kind: "value", path: string, value: Value}} ValueRow */
 /** @typedef {ArrayRow | ValueRow} LeafRow */
-/** @typedef {{files: number, layouts: import("./layouts.js").Layout[], hasBase: boolean}} Known */
+/** @typedef {{files: number, layouts: import("./layouts.js").Layout[], hasBase: boolean, differences?: import("./leaf.js").Differences}} Known */
 
 const TYPES = ["jax", "jax-weak", "numpy", "numpy-scalar", "key"];
 const STATES = "iterator-states";
-const DIFFERENCES = "differences";
 
 /** Decodes `leaves`. Raises `FormatFault`. @param {Json[]} rows @param {string[]} paths @param {Known} known @returns {LeafRow[]} */
 export function decodeLeaves(rows, paths, known) {
@@ -86,6 +91,7 @@ function arrayRow(row, path, known, earlier) {
 }
 
 /** @typedef {Omit<ArrayRow, "pieces" | "tied" | "requires" | "lengths">} Described */
+/** @typedef {Required<Pick<ArrayRow, "pieces" | "parts">>} Stored */
 
 /** @param {Described} leaf @param {string} where @param {Map<string, LeafRow>} earlier @returns {ArrayRow} */
 function tiedRow(leaf, where, earlier) {
@@ -99,8 +105,8 @@ function tiedRow(leaf, where, earlier) {
     same.impl === leaf.impl &&
     sameShape(same.shape, leaf.shape);
   check(fits, `${leaf.path}: its place`, "an earlier array that is the same", where);
-  const { pieces, requires, difference } = /** @type {ArrayRow} */ (same);
-  return { ...leaf, pieces, tied: where, requires, lengths: undefined, difference };
+  const { pieces, requires, parts } = /** @type {ArrayRow} */ (same);
+  return { ...leaf, pieces, tied: where, requires, lengths: undefined, parts };
 }
 
 /** @param {Described} leaf @param {Map<string, Json>} where @param {Known} known @returns {ArrayRow} */
@@ -108,7 +114,8 @@ function laterRow(leaf, where, known) {
   const place = `${leaf.path}: its place`;
   const requires = requirements(where.get("requires"), place);
   check(requires.length, place, "at least one feature", requires);
-  if (requires.length === 1 && requires[0] === DIFFERENCES) return differenceRow(leaf, where, known);
+  const row = requires.length === 1 && known.differences?.rows.get(requires[0]);
+  if (row) return { ...leaf, ...row(leaf, where, known), tied: undefined, requires: [], lengths: undefined };
   if (requires.length > 1 || requires[0] !== STATES) {
     unknownFields(where, ["requires"], place);
     return { ...leaf, pieces: () => [], tied: undefined, requires, lengths: undefined };
@@ -121,20 +128,4 @@ function laterRow(leaf, where, known) {
   check(lengths.length && total === leaf.shape[0], place, `lengths with the sum ${leaf.shape[0]}`, lengths);
   const pieces = decodeWhere(where.get("where") ?? null, leaf.path, leaf.shape, known);
   return { ...leaf, pieces, tied: undefined, requires: [], lengths };
-}
-
-/** @param {Described} leaf @param {Map<string, Json>} where @param {Known} known @returns {ArrayRow} */
-function differenceRow(leaf, where, known) {
-  const place = `${leaf.path}: its difference`;
-  unknownFields(where, ["requires", "where", "nbytes", "count", "gap", "base", "xxh3"], place);
-  check(known.hasBase, place, "a base of the checkpoint", undefined);
-  const [nbytes, count, gap] = ["nbytes", "count", "gap"].map((name) => integer(where.get(name), place));
-  check([1, 2, 4, 8].includes(gap), place, "a gap of 1, 2, 4 or 8", gap);
-  const [base, xxh3] = ["base", "xxh3"].map((name) => checksum(where.get(name), place));
-  const shape = [nbytes];
-  const pieces = decodeWhere(where.get("where") ?? null, leaf.path, shape, known);
-  const common = { pieces, tied: undefined, requires: [], lengths: undefined };
-  const dtype = /** @type {Dtype} */ (parseDtype("uint8"));
-  const stored = { ...leaf, ...common, type: /** @type {const} */ ("numpy"), dtype, shape, impl: "" };
-  return { ...leaf, ...common, difference: { stored, count, gap, base, xxh3 } };
 }

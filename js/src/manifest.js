@@ -45,14 +45,18 @@ const FIELDS = [
  * @property {string[]} requires names of features; not empty if the file cannot be read
  */
 
-/** Decodes a manifest. Raises `DamagedError` or `UnsupportedError`. @param {Uint8Array} bytes */
-export function decodeManifest(bytes) {
+/**
+ * Decodes a manifest. Raises `DamagedError` or `UnsupportedError`.
+ *
+ * @param {Uint8Array} bytes @param {import("./leaf.js").Differences} [differences]
+ */
+export function decodeManifest(bytes, differences) {
   const fields = openSealed(MANIFEST, bytes, { format: "treering" });
-  return supported(MANIFEST, () => decodeFields(fields));
+  return supported(MANIFEST, () => decodeFields(fields, differences));
 }
 
-/** @param {Map<string, Json>} fields */
-function decodeFields(fields) {
+/** @param {Map<string, Json>} fields @param {import("./leaf.js").Differences} [differences] */
+function decodeFields(fields, differences) {
   /** @type {<T>(name: string, read: (json: Json) => T) => T | undefined} */
   const optional = (name, read) => (fields.has(name) ? read(/** @type {Json} */ (fields.get(name))) : undefined);
   unknownFields(fields, FIELDS, "the field");
@@ -73,7 +77,7 @@ function decodeFields(fields) {
   const rows = list(fields.get("leaves"), "leaves");
   const tree = fields.get("tree") ?? null;
   const { paths } = decodeTree(tree, rows.length);
-  const leaves = decodeLeaves(rows, paths, { files: files.length, layouts, hasBase: base !== undefined });
+  const leaves = decodeLeaves(rows, paths, { files: files.length, layouts, hasBase: base !== undefined, differences });
   const places = optional("placement", (json) => decodePlacement(json, rows.length)) ?? [];
   optional("static", checkStatic);
   return { created, software, base, step, metrics, metadata, hasMetadata, files, tree, leaves, places };

@@ -25,6 +25,7 @@ from js.random_trees import DTYPES, SMALL_FLOATS, SMALL_INTEGERS, RandomTrees, d
 from js.range_server import serve
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+DIFFERENCES = ("v1-differences", "v1-differences-in-parts")
 VERDICTS = json.loads((GOLDEN / "verdicts" / "verdicts.json").read_text("utf-8"))
 BLOCK = 1 << 20
 TREES = 10_000 if sampling.STRIDE == 1 else 200
@@ -84,12 +85,7 @@ def test_every_verdict_is_reached(js: node.Driver) -> None:
 def test_files_of_every_release_are_read(js: node.Driver) -> None:
     for path in sorted(GOLDEN.glob("v1-*")):
         folder = path / "1" if path.name == "v1-orbax-run" else path
-        if path.name == "v1-differences-in-parts":  # JavaScript does not have this feature, and says so.
-            with pytest.raises(node.CallError, match="found differences-in-parts") as caught:
-                js("read", str(path / "step-00000002"), "f32")
-            assert caught.value.name == "UnsupportedError"
-            continue
-        if path.name == "v1-differences":  # the next test reads these
+        if path.name in DIFFERENCES:  # the next tests read these
             continue
         assert js("verify", str(folder)) == []
     for path in sorted((GOLDEN / "future").iterdir()):
@@ -98,12 +94,65 @@ def test_files_of_every_release_are_read(js: node.Driver) -> None:
         assert caught.value.name == "UnsupportedError"
 
 
+def assert_read_alike(js: node.Driver, step: pathlib.Path) -> None:
+    """Checks that JavaScript reads from a version what Treering reads."""
+    assert js("verify", str(step)) == []
+    for name, expected in tr.restore(step).items():
+        assert base64.b64decode(js("read", str(step), name)["bytes"]) == expected.tobytes(), (step, name)
+
+
+def sealed(manifest: dict[str, Any]) -> bytes:
+    """Returns the bytes of a manifest, with its checksum."""
+    manifest.pop("xxh3", None)
+    body = json.dumps(manifest)[:-1].encode()
+    return body + f',"xxh3":"{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode()
+
+
+@pytest.mark.parametrize("golden", DIFFERENCES)
+def test_versions_of_every_release_are_read(golden: str, js: node.Driver) -> None:
+    for step in sorted((GOLDEN / golden).iterdir()):
+        assert_read_alike(js, step)
+
+
+def test_parts_that_are_stored_as_they_are(js: node.Driver, tmp_path: pathlib.Path) -> None:
+    """Between parts that are differences. One part too few, or without a base, is no version of this format."""
+    shutil.copytree(GOLDEN / "v1-differences-in-parts", tmp_path / "s")
+    first, second = (tmp_path / "s" / f"step-0000000{number}" for number in (1, 2))
+    manifest, complete = (json.loads((step / "treering.json").read_text()) for step in (second, first))
+    for name in (file["name"] for file in complete["files"]):
+        shutil.copy(first / name, second)
+    manifest["files"] += complete["files"]
+    for row in manifest["leaves"]:
+        where = row[6]
+        if where["requires"] == ["differences-in-parts"]:
+            where["parts"][1] = None
+            layout = manifest["layouts"][where["where"][0]]
+            # Its second piece is in the second file of the base, which is the fourth here.
+            manifest["holders"].append([manifest["holders"][layout["holders"]][0], [3]])
+            layout["holders"] = len(manifest["holders"]) - 1
+    (second / "treering.json").write_bytes(sealed(manifest))
+    assert_read_alike(js, second)
+    ((_, bf16),) = [item for item in tr.restore(second).items() if item[0] == "bf16"]
+    assert bf16.tobytes()[600:] == tr.restore(first)["bf16"].tobytes()[600:]
+    assert bf16.tobytes()[:600] != tr.restore(first)["bf16"].tobytes()[:600]
+    rows = json.dumps(manifest["leaves"])
+    for change in ("short", "long", "no base", "no list", "file", "constructor"):
+        manifest["leaves"] = json.loads(rows)
+        where = manifest["leaves"][0][6]
+        where["parts"] = {"short": where["parts"][:1], "long": [*where["parts"], None]}.get(change, where["parts"])
+        where["parts"] = {"no list": 3}.get(change, where["parts"])
+        where["where"] = {"file": 0}.get(change, where["where"])
+        where["requires"] = {"constructor": ["constructor"]}.get(change, where["requires"])
+        wrong = {key: value for key, value in manifest.items() if change != "no base" or key != "base"}
+        (second / "treering.json").write_bytes(sealed(wrong))
+        ((found, message),) = js("verdicts", [str(second)])
+        assert found == "unsupported", (change, found, message)
+        with pytest.raises(tr.errors.UnsupportedError):
+            tr.restore(second)
+
+
 def test_differences_to_a_base_are_read(js: node.Driver, tmp_path: pathlib.Path) -> None:
     """From folders and servers, in a rewound run, and none of a base that is missing or another."""
-    for step in sorted((GOLDEN / "v1-differences").iterdir()):
-        assert js("verify", str(step)) == []
-        for name, expected in tr.restore(step).items():
-            assert base64.b64decode(js("read", str(step), name)["bytes"]) == expected.tobytes(), (step, name)
     numbers = np.random.default_rng(0)
     tree = {
         name: numbers.integers(0, 256, (100_000, dtype_of(name).itemsize), np.uint8).view(dtype_of(name)).reshape(-1)
@@ -134,17 +183,19 @@ def test_differences_to_a_base_are_read(js: node.Driver, tmp_path: pathlib.Path)
     assert problem["leaf"] and "found no treering.json" in problem["message"]
 
 
-def test_random_damage_of_a_difference_is_found(js: node.Driver, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("golden", DIFFERENCES)
+def test_random_damage_of_a_difference_is_found(golden: str, js: node.Driver, tmp_path: pathlib.Path) -> None:
     """Frames with right checksums that are no frames, or of another size, do not pass, crash or hang."""
-    origin = GOLDEN / "v1-differences"
+    origin = GOLDEN / golden
     shutil.copytree(origin / "step-00000001", tmp_path / "step-00000001")
     choice, folders = random.Random(sampling.SEED), []
-    for number in range(200 if sampling.STRIDE == 1 else 50):
+    for number in range(200 if sampling.STRIDE == 1 else 25):
         folder = tmp_path / f"changed-{number}"
         shutil.copytree(origin / "step-00000002", folder)
-        (file,) = folder.glob("*.safetensors")
-        manifest, data = json.loads((folder / "treering.json").read_text()), bytearray(file.read_bytes())
-        header = manifest["files"][0]["header"]
+        manifest = json.loads((folder / "treering.json").read_text())
+        listed = choice.choice(manifest["files"])
+        file, header = folder / listed["name"], listed["header"]
+        data = bytearray(file.read_bytes())
         for _ in range(choice.choice([1, 1, 3])):
             data[choice.randrange(header, len(data))] ^= 1 << choice.randrange(8)
         begin = bytes(data[:header]).replace(
@@ -152,10 +203,8 @@ def test_random_damage_of_a_difference_is_found(js: node.Driver, tmp_path: pathl
             xxhash.xxh3_64_hexdigest(bytes(data[header:])).encode(),
         )
         file.write_bytes(begin + data[header:])
-        manifest["files"][0]["xxh3"] = xxhash.xxh3_64_hexdigest(begin)
-        del manifest["xxh3"]
-        body = json.dumps(manifest)[:-1].encode()
-        (folder / "treering.json").write_bytes(body + f',"xxh3":"{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode())
+        listed["xxh3"] = xxhash.xxh3_64_hexdigest(begin)
+        (folder / "treering.json").write_bytes(sealed(manifest))
         folders.append(folder)
     for folder, (found, message) in zip(folders, js("verdicts", [str(folder) for folder in folders]), strict=True):
         try:
@@ -200,7 +249,7 @@ def test_mutants_have_the_verdict_of_treering(js: node.Driver, tmp_path: pathlib
     """Changes checkpoints and seals them again. Where the readers differ, the format page leaves a question open."""
     choice = random.Random(sampling.SEED)
     origins = [GOLDEN / name for name in ("v1-everything", "v1-sharded", "v1-placement", "v1-iterator-states")]
-    origins.append(GOLDEN / "v1-differences" / "step-00000001")
+    origins += [GOLDEN / name / "step-00000001" for name in DIFFERENCES]
     for name, expected in VERDICTS.items():
         if (
             re.match("field-m|layout|placement|requires|stat|tie|tree-k|value-[^i]", name)

@@ -288,6 +288,28 @@ def test_a_url_is_read_by_ranges(run: pathlib.Path, browser: chromium.Browser) -
 
 
 @in_browser
+@pytest.mark.parametrize("golden", ["v1-differences", "v1-differences-in-parts"])
+def test_versions_of_weights_are_read(golden: str, browser: chromium.Browser, tmp_path: pathlib.Path) -> None:
+    """From a folder, where the base is next to the version, and from a server."""
+    stream = tmp_path / "stream"
+    shutil.copytree(GOLDEN / golden, stream)
+    (*_, last) = sorted(stream.iterdir())
+    array = np.asarray(tr.open(last)["bf16"]).astype(np.float64)
+    folder = browser.page(PAGE.as_uri())
+    folder.drop(".opener", stream)
+    folder.wait("document.querySelector('.node')")
+    shutil.copy(PAGE, stream)
+    with serve(stream) as server:
+        url = browser.page(f"{server.url}/viewer.html#url={server.url}/{last.name}")
+        url.wait("document.querySelector('.node')")
+        for page in (folder, url):
+            found = unfold(page, "bf16")
+            expected = [array.min(), array.max(), array.mean()]
+            names = ("minimum", "maximum", "mean")
+            np.testing.assert_allclose([float(found[name]) for name in names], expected, rtol=1e-3)
+
+
+@in_browser
 def test_safetensors_files_are_read(tmp_path: pathlib.Path, page: chromium.Page) -> None:
     half = np.linspace(-1, 1, 24).astype(ml_dtypes.bfloat16).reshape(4, 6)
     safetensors.numpy.save_file({"layers.0.w": half, "layers.0.b": np.arange(3)}, tmp_path / "model.safetensors")

@@ -31,6 +31,7 @@ import treering as tr
 from helpers import assert_same
 from hostile_input import flip
 from jobs import publish, run_job
+from resident_memory import peak_bytes
 from treering import stores
 from treering._cli.main import cli
 from treering._tools.copy import CheckpointCopy, copy_checkpoints
@@ -153,6 +154,29 @@ def _delta(made: deltas.Difference) -> Any:
     from types import SimpleNamespace
 
     return SimpleNamespace(count=made.changed, gap=made.gap)
+
+
+def test_frames_that_expand_are_refused() -> None:
+    """A frame with more content than the difference has, with no size, or with a false one."""
+    import zstandard
+
+    old, large = np.zeros(5000, np.uint8), bytes(1 << 26)
+    lying = bytearray(zstandard.ZstdCompressor().compress(large))
+    lying[6:10] = (100).to_bytes(4, "little")
+    for frame in (
+        zstandard.ZstdCompressor().compress(large),
+        zstandard.ZstdCompressor(write_content_size=False).compress(large),
+        bytes(lying),
+        zstandard.ZstdCompressor().compress(bytes(99)),
+        b"",
+    ):
+        delta = _delta(deltas.Difference(np.frombuffer(frame, np.uint8), 50, 1))
+        assert peak_bytes(lambda data=frame, delta=delta: _refused(old, data, delta))[0] < 16
+
+
+def _refused(old: np.ndarray, data: bytes, delta: Any) -> None:
+    with pytest.raises(CorruptError, match="zstd frame"):
+        deltas.applied(old, np.frombuffer(data, np.uint8), delta, 1)
 
 
 def test_ls_says_what_was_sent(tmp_path: pathlib.Path) -> None:

@@ -1,6 +1,7 @@
 /** Tells what a source holds: a checkpoint, safetensors files, or a run of checkpoints. */
 
 import { openSource } from "../../src/checkpoint.js";
+import { differences } from "../../src/differences.js";
 import { InputError, NotFoundError, UnsupportedError } from "../../src/errors.js";
 import { MANIFEST } from "../../src/manifest.js";
 import { names as order } from "../parts/numbers.js";
@@ -83,7 +84,7 @@ async function openCheckpoint(source) {
     if (name === MANIFEST) manifestBytes = found.bytes.length;
     return found;
   };
-  const ckpt = await openSource({ ...source, read });
+  const ckpt = await openSource({ ...source, read }, differences);
   return checkpointContents(ckpt, manifestBytes);
 }
 

@@ -84,6 +84,8 @@ export function within(source, folder) {
     ...source,
     place: source.place ? `${source.place.replace(/\/$/, "")}/${folder}` : folder,
     read: (name, start, end) => source.read(begin + name, start, end),
+    // Nothing is known of what is above the folder that was opened.
+    sibling: (name, levels) => (levels > 1 && source.sibling ? source.sibling(name, levels - 1) : within(source, name)),
     list: async () =>
       (await source.list()).filter((name) => name.startsWith(begin)).map((name) => name.slice(begin.length)),
   };

@@ -298,7 +298,7 @@ class _Save:
             if made is None:
                 return
             before = base.checksum(part.key)
-            version.checksums[part.key] = after = deltas.checksum(array) if made.changed else before
+            version.checksums[part.key] = after = made.xxh3 or before
             if not made.changed:
                 version.arrays[part.key] = old
             found[n] = made.data, Delta(made.data.size, made.changed, made.gap, before, after)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import xxhash
 
 from ..._core import dtypes
 from ..._core.boxes import Box, box_shape, full_box
@@ -34,18 +35,23 @@ from .manifest_fields import ArrayRow, Delta
 
 _LEVEL = 1  # of zstd; more takes several times as long and saves 2 %
 _MAX_SHARE = 4  # A difference in more than one of so many elements is not sparse: the array is stored as it is.
-_CHUNK = 1 << 18  # elements that are compared at a time
-_ROUND = 1 << 15  # changes that are made at a time, so that their arrays fit the cache
+_HASH_LOG = 8  # of zstd's table of matches, of which positions and changes have few; a larger one costs time and bytes
+_BLOCK_BYTES = 1 << 18  # that are compared, or copied and changed, and then hashed at a time: they stay in the cache
+_ROUND = 1 << 14  # changes that are decoded at a time, for the same reason
 _MAX_READ_BYTES = 32 << 20  # of differences that are in memory at a time, unless those of one array have more
 _MAX_CHAIN = 10_000  # checkpoints, from one with deltas back to one that has the array itself
 
 
 class Difference(NamedTuple):
-    """The stored bytes of a difference. `changed` and `gap` are `count` and `gap` of `manifest_fields.Delta`."""
+    """The stored bytes of a difference. `changed` and `gap` are `count` and `gap` of `manifest_fields.Delta`.
+
+    xxh3: the checksum of the new array; "" if it is that of the old one.
+    """
 
     data: np.ndarray
     changed: int
     gap: Any
+    xxh3: str = ""
 
 
 class Part(NamedTuple):
@@ -100,46 +106,83 @@ def difference(new: np.ndarray, old: np.ndarray, itemsize: int) -> Difference | 
     itemsize: the bytes of an element. Raises `UnsupportedError` without the package `zstandard`.
     """
     now, before = _elements(new, itemsize), _elements(old, itemsize)
-    found: list[tuple[np.ndarray, np.ndarray]] = []
-    count = 0
-    for begin in range(0, now.size, _CHUNK):
-        places, steps = _changes(now[begin : begin + _CHUNK], before[begin : begin + _CHUNK])
+    hasher, step = xxhash.xxh3_64(), _BLOCK_BYTES // now.itemsize
+    gaps: list[np.ndarray] = []
+    changes: list[np.ndarray] = []
+    count, last = 0, -1
+    for begin in range(0, now.size, step):
+        block = now[begin : begin + step]
+        places, changed = _changes(block, before[begin : begin + step])
+        hasher.update(block.data)
+        if not places.size:
+            continue
         count += places.size
         if count * _MAX_SHARE > now.size:
             return None
-        places += begin
-        found.append((places, steps))
+        first, end = int(places[0]) + begin - last - 1, int(places[-1]) + begin
+        places[1:] -= places[:-1] + 1
+        places[0], last = first, end
+        gaps.append(places.astype(f"<u{_bytes_of(int(places.max()))}"))
+        changes.append(changed)
     if not count:
         return NO_DIFFERENCE
-    gaps = np.diff(np.concatenate([places for places, _ in found]), prepend=-1)
-    gaps -= 1
-    gap = next(size for size in (1, 2, 4, 8) if size == 8 or int(gaps.max()) < 1 << 8 * size)
-    steps = np.concatenate([steps for _, steps in found])
-    planes = np.concatenate([_planes(gaps.astype(f"<u{gap}")), _planes(steps)])
-    data = np.frombuffer(zstandard().ZstdCompressor(level=_LEVEL).compress(planes.data), np.uint8)
-    return Difference(data, count, gap) if data.size * 2 < new.nbytes else None
+    gap = max(one.itemsize for one in gaps)
+    planes = np.empty(count * (gap + now.itemsize), np.uint8)
+    _split(np.concatenate(gaps), planes[: count * gap].reshape(gap, count))
+    _split(_zigzag(np.concatenate(changes)), planes[count * gap :].reshape(now.itemsize, count))
+    data = np.frombuffer(_compressor().compress(planes.data), np.uint8)
+    return Difference(data, count, gap, hasher.hexdigest()) if data.size * 2 < new.nbytes else None
 
 
 def _changes(now: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the places of the elements that differ, and their changes in zigzag form."""
-    differs = now != before
-    if differs.size % 8:
-        places = np.flatnonzero(differs)
-    else:  # Few groups of eight have a difference, and only these are looked at one by one.
-        groups = np.flatnonzero(differs.view(np.uint64) != 0)
-        inside = np.flatnonzero(differs.reshape(-1, 8).take(groups, 0))
-        places = (groups * 8).take(inside >> 3) + (inside & 7)
-    step = now.take(places) - before.take(places)
-    signed = step.view(f"i{step.itemsize}")
-    return places, ((signed << 1) ^ (signed >> (8 * step.itemsize - 1))).view(step.dtype)
+    """Returns the places of the elements that differ, and new minus old for each.
+
+    Few words of eight bytes have a difference, and only the elements of these are looked at one by one. NumPy finds
+    the places of booleans faster than those of other numbers, and takes elements faster by an index than by `take`.
+    """
+    if now.nbytes % 8:
+        places = np.flatnonzero(now != before)
+        return places, now[places] - before[places]
+    elements = 8 // now.itemsize
+    new, old = now.view(np.uint64), before.view(np.uint64)
+    words = np.flatnonzero(new != old)
+    step = new[words].view(now.dtype) - old[words].view(now.dtype)
+    if elements == 1:
+        return words, step
+    inside = np.flatnonzero(step != 0)
+    words *= elements
+    places = words[inside >> elements.bit_length() - 1]
+    places += inside & elements - 1
+    return places, step[inside]
 
 
-def applied(old: np.ndarray, data: np.ndarray, delta: Delta, itemsize: int) -> np.ndarray:
+def _bytes_of(number: int) -> int:
+    return next(size for size in (1, 2, 4, 8) if number < 1 << 8 * size)
+
+
+def _zigzag(changes: np.ndarray) -> np.ndarray:
+    signed = changes.view(f"i{changes.itemsize}")
+    return ((signed << 1) ^ (signed >> 8 * changes.itemsize - 1)).view(changes.dtype)
+
+
+def _compressor() -> Any:
+    package = zstandard()
+    parameters = package.ZstdCompressionParameters.from_level(_LEVEL, hash_log=_HASH_LOG)
+    return package.ZstdCompressor(compression_params=parameters)
+
+
+def applied(
+    old: np.ndarray, data: np.ndarray, delta: Delta, itemsize: int, hasher: xxhash.xxh3_64 | None = None
+) -> np.ndarray:
     """Returns a new array of bytes: the old one with a difference. Without changes, returns the old one itself.
+
+    hasher: is given the bytes of the result.
 
     Raises `CorruptError` for a difference that does not fit the array or its own description.
     """
     if not delta.count:
+        if hasher:
+            hasher.update(old.data)
         return old
     before = _elements(old, itemsize)
     count, gap, size = delta.count, delta.gap, before.itemsize
@@ -148,23 +191,29 @@ def applied(old: np.ndarray, data: np.ndarray, delta: Delta, itemsize: int) -> n
     planes = unpack(data, count * (gap + size))
     gaps, zigzag = planes[: count * gap].reshape(gap, count), planes[count * gap :].reshape(size, count)
     new = empty_aligned_array((old.nbytes,), np.dtype(np.uint8))
-    elements = _elements(new, itemsize)
-    last, copied = -1, 0
-    for begin in range(0, count, _ROUND):
-        places = _joined(gaps[:, begin : begin + _ROUND]).astype(np.int64)
-        if gap == 8 and (places.min() < 0 or places.max() >= before.size):  # Their sum must not overflow.
+    elements, step = _elements(new, itemsize), _BLOCK_BYTES // size
+    last, done = -1, 0
+    for begin in range(0, count + 1, _ROUND):  # At `count` there is only the rest to copy.
+        places = _joined(gaps[:, begin : begin + _ROUND], np.dtype(np.int64))
+        if gap == 8 and places.size and (places.min() < 0 or places.max() >= before.size):  # The sum must not overflow.
             raise CorruptError("the difference has elements beyond the array")
         places += 1
         np.cumsum(places, out=places)
         places += last
-        last = int(places[-1])
-        if last >= before.size:
+        changes = _joined(zigzag[:, begin : begin + _ROUND], before.dtype)
+        changes = (changes >> 1) ^ (-(changes & 1).view(f"i{size}")).view(changes.dtype)
+        if places.size and (last := int(places[-1])) >= before.size:
             raise CorruptError("the difference has elements beyond the array")
-        elements[copied : last + 1] = before[copied : last + 1]
-        copied = last + 1
-        step = _joined(zigzag[:, begin : begin + _ROUND])
-        elements[places] += (step >> 1) ^ (-(step & 1).view(f"i{size}")).view(step.dtype)
-    elements[copied:] = before[copied:]
+        end = last + 1 if begin + _ROUND <= count else before.size
+        ends = [*range(done + step, end, step), end]
+        first = 0
+        for stop, upto in zip(ends, places.searchsorted(ends).tolist(), strict=True):
+            block = elements[done:stop]
+            np.copyto(block, before[done:stop])
+            elements[places[first:upto]] += changes[first:upto]
+            if hasher:
+                hasher.update(block.data)
+            done, first = stop, upto
     return new
 
 
@@ -193,7 +242,6 @@ def read_arrays(
             del left[path]
         at = at.base if left else at
     found: dict[str, np.ndarray] = {}
-    last: dict[str, Sequence[Part]] = {}  # the newest difference of each array
     for one, here in reversed(chain):
         changed = [path for path in found if path in one.deltas]
         for group in _groups(one, changed):
@@ -201,7 +249,6 @@ def read_arrays(
             jobs = [(path, [(part, next(stored)) for part in one.deltas[path]]) for path in group]
             _map(jobs, functools.partial(_apply, one, reader, found))
             del stored, jobs
-        last.update({path: one.deltas[path] for path in changed})
         if known is not None and one.identity == known_identity:
             found.update({path: known[path] for path in here if path in known})
             here = [path for path in here if path not in known]
@@ -211,7 +258,6 @@ def read_arrays(
             found[path] = _elements(array, 1)
         if one is not reader:  # There may be more bases than a process may open files.
             one.close_files()
-    _map(list(last.items()), functools.partial(_check_result, reader, found))
     return found
 
 
@@ -244,21 +290,36 @@ def _applied_to(
     assert isinstance(entry, ArrayEntry)
     if old.nbytes != entry.nbytes:
         raise CorruptError(f"{one.path}: {path}: expected a base of {entry.nbytes} bytes, found {old.nbytes}")
-    if not any(part.delta is None or part.delta.count for part, _ in parts):
+    is_same = not any(part.delta is None or part.delta.count for part, _ in parts)
+    is_result = one is reader  # The results of the bases are on the way to one, and need no check.
+    if is_same and not is_result:
         return old
-    size = dtypes.itemsize(entry.dtype)
-    try:
-        (part, data), *others = parts
-        if part.box is None and part.delta and not others:
-            return applied(old, data, part.delta, size)
-        new = empty_aligned_array((old.nbytes,), np.dtype(np.uint8))
-        for part, data in parts:
-            made = applied(_piece(old, entry, part), data, part.delta, size) if part.delta else _elements(data, 1)
+    new = old if is_same or parts[0][0].box is None else empty_aligned_array((old.nbytes,), np.dtype(np.uint8))
+    for part, data in parts:
+        try:
+            made = _made(_piece(old, entry, part), part, data, dtypes.itemsize(entry.dtype), is_result)
+        except CorruptError as error:
+            raise CorruptError(f"{one.path}: {path}: {error}") from None
+        if part.box is None:
+            return old if is_same else made
+        if not is_same:
             at = piece_of(new, entry, part.box)
             at[...] = made.view(at.dtype).reshape(at.shape)
-        return new
-    except CorruptError as error:
-        raise CorruptError(f"{one.path}: {path}: {error}") from None
+    return new
+
+
+def _made(old: np.ndarray, part: Part, data: np.ndarray, itemsize: int, is_result: bool) -> np.ndarray:
+    """Returns the new bytes of a part. If they are a result, compares their checksum with the one that was saved."""
+    if part.delta is None:
+        return _elements(data, 1)
+    hasher = xxhash.xxh3_64() if is_result and part.delta.xxh3 else None
+    made = applied(old, data, part.delta, itemsize, hasher)
+    if hasher and (have := hasher.hexdigest()) != part.delta.xxh3:
+        raise CorruptError(
+            f"expected an array with the checksum {part.delta.xxh3}, found {have} after its difference was applied; "
+            "nothing of it is used"
+        )
+    return made
 
 
 def piece_of(array: np.ndarray, entry: ArrayEntry, box: Box | None) -> np.ndarray:
@@ -269,17 +330,6 @@ def piece_of(array: np.ndarray, entry: ArrayEntry, box: Box | None) -> np.ndarra
 
 def _piece(array: np.ndarray, entry: ArrayEntry, part: Part) -> np.ndarray:
     return _elements(np.ascontiguousarray(piece_of(array, entry, part.box)), 1)
-
-
-def _check_result(reader: Version, found: Mapping[str, np.ndarray], job: tuple[str, Sequence[Part]]) -> None:
-    path, parts = job
-    for part in parts:
-        want = part.delta and part.delta.xxh3
-        if want and (have := checksum(_piece(found[path], reader.entries[path], part))) != want:
-            raise CorruptError(
-                f"{reader.path}: {path}: expected an array with the checksum {want}, found {have} after its "
-                "difference was applied; nothing of it is used"
-            )
 
 
 def _map(jobs: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
@@ -298,11 +348,16 @@ def _elements(array: np.ndarray, itemsize: int) -> np.ndarray:
     return array.reshape(-1).view(np.uint8).view(f"<u{size}")
 
 
-def _planes(numbers: np.ndarray) -> np.ndarray:
-    """Returns the lowest bytes of all numbers, then the next bytes, and so on."""
-    return np.ascontiguousarray(numbers.view(np.uint8).reshape(-1, numbers.itemsize).T).reshape(-1)
+def _split(numbers: np.ndarray, planes: np.ndarray) -> None:
+    """Stores the lowest bytes of all numbers in the first plane, the next bytes in the next one, and so on."""
+    for n, plane in enumerate(planes):
+        np.copyto(plane, numbers >> 8 * n if n else numbers, casting="unsafe")
 
 
-def _joined(planes: np.ndarray) -> np.ndarray:
-    """Returns the numbers whose planes these are, one plane in each row."""
-    return np.ascontiguousarray(planes.T).view(f"<u{planes.shape[0]}").reshape(-1)
+def _joined(planes: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns the numbers whose planes these are, one plane in each row. Most of the high bytes are 0."""
+    numbers = planes[0].astype(dtype)
+    for n, plane in enumerate(planes[1:], 1):
+        if plane.any():
+            numbers |= plane.astype(dtype) << 8 * n
+    return numbers
