@@ -1,5 +1,5 @@
 """Writes runs as one HTML page that needs no network: timelines, contents, and changes of leaves."""
 
-from .page import Report, find_several, report
+from .page import ReportPage, find_several, report
 
-__all__ = ["Report", "find_several", "report"]
+__all__ = ["ReportPage", "find_several", "report"]

@@ -49,7 +49,7 @@ _HEAD = f"""<!doctype html>
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class ReportPage:
     """The result of `report`: where the page is, and what it is about. A notebook shows the page.
 
     The page has `nbytes` bytes, and the statistics of the steps in `read`. `notes` name what could not be read;
@@ -69,7 +69,7 @@ class Report:
         return f'<iframe sandbox="allow-scripts" srcdoc="{shown}" style="border:0;width:100%;height:40em"></iframe>'
 
     def __repr__(self) -> str:
-        return f"<Report {self}>"
+        return f"<ReportPage {self}>"
 
     def __str__(self) -> str:
         return f"{safe(self.path)}: {nbytes(self.nbytes)}"
@@ -86,7 +86,7 @@ def report(
     prefix: str | None = None,
     progress: bool = False,
     max_expansion: float = expansion.MAX_RATIO,
-) -> Report:
+) -> ReportPage:
     """Writes an HTML page about a run: its timeline, sizes, statistics and differences. The page needs no network.
 
     >>> tr.report("runs/gpt", leaves=["params/**"])
@@ -132,7 +132,7 @@ def report(
     data = text.encode()
     with store.new_file(place, overwrite=True) as file:
         file.write(data)
-    return Report(place, len(data), tuple(found["read"]), tuple(found["notes"]), found.get("leftOut", 0), text)
+    return ReportPage(place, len(data), tuple(found["read"]), tuple(found["notes"]), found.get("leftOut", 0), text)
 
 
 def find_several(places: Sequence[str | os.PathLike[str]], prefix: str | None) -> list[str]:

@@ -1,6 +1,6 @@
 """Serves the viewer, a page that shows checkpoints in the browser, and what it shows of one path on loopback."""
 
 from .served import Served
-from .server import View, ViewServer, view
+from .server import RunningView, ViewServer, view
 
-__all__ = ["Served", "View", "ViewServer", "view"]
+__all__ = ["RunningView", "Served", "ViewServer", "view"]

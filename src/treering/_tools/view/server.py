@@ -129,7 +129,7 @@ def _text(error: Exception) -> bytes:
     return safe(text).encode()
 
 
-class View:
+class RunningView:
     """The result of `view`: the viewer of a path, at `url`. A notebook shows it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -154,14 +154,16 @@ class View:
         return printing.page(self._server.served.path, link, frame)
 
     def __repr__(self) -> str:
-        return f"<View {self.url}>"
+        return f"<RunningView {self.url}>"
 
 
-_views: dict[tuple[int, str], View] = {}  # by process and path; the threads of a fork's parent serve in the parent
+_views: dict[
+    tuple[int, str], RunningView
+] = {}  # by process and path: a fork has no threads
 
 
 @hide_internal_frames
-def view(path: str | os.PathLike[str]) -> View:
+def view(path: str | os.PathLike[str]) -> RunningView:
     """Shows a checkpoint of any format, a run or a directory of runs in the notebook, or in the browser at its `url`.
 
     >>> tr.view("runs/gpt")
@@ -172,5 +174,5 @@ def view(path: str | os.PathLike[str]) -> View:
     """
     key = os.getpid(), stores.absolute(path)
     if key not in _views:
-        _views[key] = View(path)
+        _views[key] = RunningView(path)
     return _views[key]
