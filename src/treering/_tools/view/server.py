@@ -157,9 +157,7 @@ class RunningView:
         return f"<RunningView {self.url}>"
 
 
-_views: dict[
-    tuple[int, str], RunningView
-] = {}  # by process and path: a fork has no threads
+_views: dict[tuple[int, str], RunningView] = {}  # by process and path: a fork has no threads
 
 
 @hide_internal_frames
