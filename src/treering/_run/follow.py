@@ -107,7 +107,7 @@ def _looked_at_again(names: list[str], poll: int) -> set[str]:
 
 def _newest_unseen(
     store: Store,
-    found: Mapping[int, StepPath],
+    found: _run.Steps[StepPath],
     after: int,
     seen: Mapping[int, object],
     yielded: Mapping[int, object],

@@ -8,7 +8,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from .. import formats, stores
 from .._core.leaf_paths import join_names
@@ -282,6 +282,24 @@ def all_steps(store: Store, run: str, prefix: str | None = None, foreign_prefix:
     return Steps(store, run, prefix, functools.partial(posixpath.join, run), others)
 
 
+@overload
+def located_steps(
+    store: Store,
+    run: str,
+    prefix: str | None = None,
+    only: None = None,
+    foreign_prefix: str | None = None,
+    committed: Container[str] = (),
+) -> Steps[formats.StepPath]: ...
+@overload
+def located_steps(
+    store: Store,
+    run: str,
+    prefix: str | None = None,
+    only: formats.Format | None = None,
+    foreign_prefix: str | None = None,
+    committed: Container[str] = (),
+) -> Steps[formats.StepPath] | dict[int, formats.StepPath]: ...
 def located_steps(
     store: Store,
     run: str,
