@@ -257,6 +257,19 @@ def saving_on(**options: Any) -> Callable[[str], Callable[[], Any]]:
     return make
 
 
+def following(**options: Any) -> Callable[[str], Callable[[], Any]]:
+    """Makes a call that polls a run once, whose steps were all yielded before."""
+
+    def make(run: str) -> Callable[[], Any]:
+        polls = [tr.follow(run, timeout=0, **options) for _ in range(3)]
+        for one in polls:
+            for _ in range(1 if options.get("newest") else len(os.listdir(run))):
+                next(one)
+        return lambda: next(polls.pop(), None)
+
+    return make
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -269,8 +282,13 @@ def saving_on(**options: Any) -> Callable[[str], Callable[[], Any]]:
         lambda run: lambda: tr.Checkpointer(run).latest_step,
         lambda run: lambda: tr.Checkpointer(run).pin(3),
         lambda run: lambda: tr.Checkpointer(run).restore_or_init(lambda: {"w": np.ones(4)}),
+        following(),
+        following(newest=True),
     ],
-    ids=["save", "keep.best", "open", "open a step", "restore", "record", "latest_step", "pin", "resume"],
+    ids=[
+        *("save", "keep.best", "open", "open a step", "restore", "record", "latest_step", "pin", "resume"),
+        *("poll", "poll of the newest"),
+    ],
 )
 def test_a_long_run_takes_no_more_system_calls(paths: Iterator[str], make: Callable[[str], Callable[[], Any]]) -> None:
     """Takes the same for a call, whatever the run has kept."""
@@ -366,6 +384,19 @@ def test_unchanged_arrays_are_linked(paths: Iterator[str], monkeypatch: pytest.M
     assert many.written < _FROZEN
 
 
+def _requests_of_a_poll(
+    requests: Callable[[Callable[[], Any]], Counter[str]], count: int, newest: bool
+) -> Counter[str]:
+    """Returns what a poll asks a bucket for, whose `count` steps were all yielded before."""
+    run = f"counted://bucket/run-{count}"
+    for step in range(1, count + 1):
+        tr.save(f"{run}/step-{step:08}", {"w": np.ones(4)}, step=step, overwrite=True)
+    steps = tr.follow(run, timeout=0, newest=newest)
+    for _ in range(1 if newest else count):
+        next(steps)
+    return requests(lambda: next(steps, None))
+
+
 @pytest.mark.long
 @pytest.mark.whole
 def test_a_bucket_takes_a_request_for_each_object(tmp_path: pathlib.Path) -> None:
@@ -397,6 +428,8 @@ def test_a_bucket_takes_a_request_for_each_object(tmp_path: pathlib.Path) -> Non
         tr.save("counted://bucket/middle", {f"l{n}": np.full(12_500, n) for n in range(100)})
         middle = requests(lambda: tr.convert("counted://bucket/middle", tmp_path / "x.safetensors", overwrite=True))
         assert middle["read"] <= 4
+        polls = [_requests_of_a_poll(requests, count, newest) for newest in (False, True) for count in (3, 9)]
+        assert polls[0] == polls[1] == polls[2] == polls[3]
         objects = [np.full(OBJECT_BYTES, n, np.uint8) for n in range(2)]
         one, two = make("one", objects[:1]), make("two", objects)
         assert [later - before for before, later in zip(one, two, strict=True)] == [Counter(write=1), Counter(read=1)]

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from ._save.save import save, save_async
     from ._tools.convert import convert
     from ._tools.diff import Diff, diff
+    from ._tools.report import report
+    from ._tools.stats import stats
     from ._tools.verify import VerifyReport, verify
+    from ._tools.view import view
 
     open = open_checkpoint  # public, though it is not in `__all__`
 
@@ -47,12 +50,15 @@ _HOMES = {
     "keep": "keep",
     "open": "_run.open",
     "record": "_run.metrics",
+    "report": "_tools.report",
     "restore": "_run.open",
     "rules": "rules",
     "save": "_save.save",
     "save_async": "_save.save",
+    "stats": "_tools.stats",
     "steps": "_run.run_layout",
     "verify": "_tools.verify",
+    "view": "_tools.view",
 }
 
 # It lacks `open`, so that `from treering import *` does not shadow the built-in function.
@@ -74,12 +80,15 @@ __all__ = [
     "formats",
     "keep",
     "record",
+    "report",
     "restore",
     "rules",
     "save",
     "save_async",
+    "stats",
     "steps",
     "verify",
+    "view",
 ]
 
 

@@ -23,6 +23,7 @@ from treering._cli.main import cli
 from treering._core.outline import outline
 from treering._core.units import nbytes, number
 from treering._printable import safe
+from treering.errors import MismatchError
 from treering.stores import probe
 from treering.stores.posix import Disk
 
@@ -494,6 +495,22 @@ def test_statistics_are_those_of_numpy(tmp_path: pathlib.Path, treering: Any, dt
     expected = (finite.min(), finite.max(), finite.mean(), finite.std(), np.sqrt((finite**2).sum()))
     got = [found[name] for name in ("low", "high", "mean", "std", "norm")]
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_python_has_the_statistics_of_the_command(tmp_path: pathlib.Path, treering: Any) -> None:
+    tree = {"a": np.array([1, np.nan, 3], "float32"), "n": {"w": np.zeros((2, 3), "int8")}, "text": "x"}
+    tr.save(tmp_path / "run" / "step-00000001", tree)
+    found = tr.stats(tmp_path / "run")
+    assert treering("stats", tmp_path / "run").out == f"{found}\n"
+    assert found.leaves["a"].nan == 1 and found.leaves["n/w"].zeros == 6 and found.others == 1
+    assert repr(found).endswith("2 arrays, 9 values, norm 3.16; 1 leaf without numbers>")
+    ckpt = tr.open(tmp_path / "run")
+    assert tr.stats(ckpt.at("n")).leaves == {"w": found.leaves["n/w"]}
+    one = tr.stats(ckpt["a"], bins=2).leaves["a"]
+    assert one.histogram == (1, 1) and one.quantiles[0.5] == 2 and one.mean == found.leaves["a"].mean
+    tr.save(tmp_path / "texts", {"t": np.array(["a", "b"])})
+    with pytest.raises(MismatchError, match="expected an array of numbers, found"):
+        tr.stats(tr.open(tmp_path / "texts")["t"])
 
 
 def test_statistics_of_nothing_and_of_what_is_no_number(tmp_path: pathlib.Path, treering: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 import treering as tr
 from js import chromium
 from js.layout import look
+from treering.errors import MismatchError
 
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"
 
@@ -138,6 +139,25 @@ def test_bad_calls_write_nothing(run: pathlib.Path, treering: Any) -> None:
         found = treering("report", run, "-o", page, *options)
         assert found.code in (2, 3) and words in found.err and not page.exists(), found.err
     assert treering("report", run.parent / "none", "-o", page).code == 3 and not page.exists()
+
+
+def test_python_writes_the_page_of_the_command(run: pathlib.Path, treering: Any) -> None:
+    page = run.parent / "report.html"
+    found = tr.report(run, output=page, steps=2, leaves=["layers/*/b"], compare=(10, 30))
+    assert _Data(page.read_text("utf-8")).data["diff"]["b"] == 30 and found.read == (10, 80)
+    options = ("--steps", 2, "--leaves", "layers/*/b", "--compare", 10, 30)
+    asked = treering("report", run, "-o", page, "--json", *options).json
+    assert asked["path"] == found.path == str(page) and asked["nbytes"] == page.stat().st_size
+    assert abs(found.nbytes - asked["nbytes"]) < 20  # The page says when it was made.
+    assert found.notes == () and 'sandbox="allow-scripts"' in found._repr_html_() and str(page) in repr(found)
+    runs = [run, shutil.copytree(run, run.parent / "other")]
+    assert tr.report(runs, output=page).left_out == 0
+    for wrong in ({"leaves": ["new"]}, {"compare": (10, 30)}):
+        with pytest.raises(MismatchError, match="expected one run"):
+            tr.report(runs, output=page, **wrong)  # type: ignore[arg-type]
+    assert treering("report", *runs, "--leaves", "new", "-o", page).code == 2
+    with pytest.raises(MismatchError, match="found an empty list"):
+        tr.report([], output=page)
 
 
 @pytest.mark.long

@@ -9,6 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 import treering as tr
 from treering import stores
 from treering._tools.view import Served, ViewServer
+from treering.errors import NotFoundError
 from treering.stores.memory import MemoryStore
 
 
@@ -97,6 +101,23 @@ def test_a_page_of_another_site_gets_nothing(server: ViewServer) -> None:
     assert (status, get(server, "", method="HEAD")[:2]) == (200, (200, b"")) and body
     assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
     assert "Access-Control-Allow-Origin" not in headers and headers["Content-Security-Policy"]
+
+
+def test_python_serves_a_path_until_it_is_closed(run: pathlib.Path, server: ViewServer) -> None:
+    view = tr.view(run)
+    assert tr.view(str(run)) is view and view.url in repr(view) and f'src="{view.url}"' in view._repr_html_()
+    address = urllib.parse.urlsplit(view.url)
+    for url, frames in ((view.url, "http://127.0.0.1:*"), (server.url, "'none'")):
+        with urllib.request.urlopen(url) as answer:
+            assert frames in answer.headers["Content-Security-Policy"]
+    view.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(view.url)
+    again = tr.view(run)
+    assert urllib.parse.urlsplit(again.url).path != address.path
+    again.close()
+    with pytest.raises(NotFoundError, match="expected a checkpoint or a run, found nothing"):
+        tr.view(run.parent / "none")
 
 
 def test_a_published_version_is_read_with_its_base(tmp_path: pathlib.Path) -> None:

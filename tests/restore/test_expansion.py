@@ -16,7 +16,6 @@ import treering as tr
 from torch_files import View, archive
 from treering._cli.main import main
 from treering._tools.report import gather
-from treering._tools.stats import stats
 from treering.errors import MismatchError
 
 _MANY = 130
@@ -108,7 +107,7 @@ READS: dict[str, Callable[[Path], object]] = {
     "NumPy": lambda path: np.asarray(tr.open(path)["w"]),
     "a rule": lambda path: tr.open(path).apply([tr.rules.rename("w", "v")])["v"][1:],
     "diff": lambda path: tr.diff(path, path),
-    "stats": lambda path: stats(cast("tr.LazyArray", tr.open(path)["w"])),
+    "stats": lambda path: tr.stats(cast("tr.LazyArray", tr.open(path)["w"])),
     "restore": lambda path: tr.restore(path, max_expansion=math.inf),
     "restore in parts": lambda path: tr.restore(path, max_expansion=math.inf, memory_limit=1 << 20),
     "a template": lambda path: tr.restore(path, tr.open(path).abstract(), max_expansion=math.inf),

@@ -1,6 +1,9 @@
 """Tests of notebooks: cells that fail, are interrupted or run again in one process, and what cells display."""
 
+import asyncio
+import functools
 import gc
+import http.server
 import os
 import pathlib
 import signal
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 
 import treering as tr
+from js import chromium
 from treering import orbax, stores
 from treering.errors import ExistsError, MismatchError
 from treering.stores.posix import Disk
@@ -331,3 +335,87 @@ def test_a_bar_in_a_notebook_is_shown_where_it_can_be(
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     tr.save(tmp_path / "c", {"x": np.ones(1000)}, progress=True)
     assert "needs the package ipywidgets" in caplog.text and tr.verify(tmp_path / "c").ok
+
+
+# What a notebook shows of a run: it is executed in a kernel of Jupyter, and its outputs are opened in a browser.
+
+LOOK = [
+    "import treering as tr",
+    "tr.view('run')",
+    "assert tr.view('run') is tr.view(tr.open('run').path.rpartition('/')[0])",
+    "tr.report('run', output='page.html')",
+    "tr.stats('run')",
+    "tr.open('run')['params/w']",
+    "tr.stats(tr.open('run')['params/w'])",
+    "print(tr.view('run').url)",
+    # The page is looked at while the kernel runs.
+    "import time, pathlib\nwhile not pathlib.Path('seen').exists(): time.sleep(0.02)",
+    "shown = tr.view('run')\nshown.close()\nassert tr.view('run') is not shown",
+]
+
+
+@pytest.mark.slow
+def test_a_kernel_shows_a_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The viewer, the report, statistics and a lazy array appear in the cells that name them."""
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is installed for `make test`")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel", reason="ipykernel is installed for `make test`")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"params": {"w": np.full((8, 9), step, "float32"), "name": "x"}}, metrics={"loss": step})
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in LOOK])
+    client = nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    ran = threading.Thread(target=_executed, args=(client,), daemon=True)
+    ran.start()
+    while ran.is_alive() and not notebook.cells[7].get("outputs"):
+        time.sleep(0.02)
+    outputs = [[one.get("data", {}).get("text/html", "") for one in cell.get("outputs", [])] for cell in notebook.cells]
+    viewer, page, table, array, row = ("".join(outputs[n]) for n in (1, 3, 4, 5, 6))
+    url = notebook.cells[7].outputs[0]["text"].strip()
+    assert f'src="{url}"' in viewer and 'sandbox="allow-scripts"' in page
+    assert "params/w" in table and ">17.0<" in table and "<img" in array and "params/w" in row
+    if chromium.BROWSER is not None:
+        _check_in_browser(tmp_path, {"params": viewer, "The leaves over time": page})
+    (tmp_path / "seen").touch()
+    ran.join(60)
+    assert not ran.is_alive() and not [one for cell in notebook.cells for one in cell.outputs if "ename" in one]
+
+
+def _executed(client: Any) -> None:
+    """Executes a notebook. An error of a cell is among its outputs."""
+    client.allow_errors = True
+    asyncio.run(client.async_execute())
+
+
+def _check_in_browser(folder: pathlib.Path, cells: dict[str, str]) -> None:
+    """Opens outputs of cells, by what they show, as pages of a server of this machine, as Jupyter's page is."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium.browser(folder) as browser:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        for words, cell in cells.items():
+            (folder / "cell.html").write_text(f"<!doctype html><meta charset=utf-8><link rel=icon href=data:,>{cell}")
+            page = browser.page(f"http://127.0.0.1:{server.server_port}/cell.html")
+            end = time.monotonic() + 60
+            while words not in (text := _text_of_frames(page)):
+                assert time.monotonic() < end, text
+        assert browser.errors == []
+        server.shutdown()
+
+
+def _text_of_frames(page: chromium.Page) -> str:
+    """Returns the text that the frames of a page show."""
+    texts: list[str] = []
+    for one in page.call("Page.getFrameTree")["frameTree"].get("childFrames", ()):
+        world = page.call("Page.createIsolatedWorld", frameId=one["frame"]["id"])["executionContextId"]
+        found = page.call("Runtime.evaluate", expression="document.body.innerText", contextId=world)
+        texts.append(str(found["result"].get("value")))
+    browser = page.browser
+    for one in browser.call("Target.getTargets")["targetInfos"]:  # A frame with an origin of its own is a target.
+        if one["type"] == "iframe":
+            session = browser.call("Target.attachToTarget", targetId=one["targetId"], flatten=True)["sessionId"]
+            texts.append(str(chromium.Page(browser, session).run("document.body.innerText")))
+    return "\n".join(texts)

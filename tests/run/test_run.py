@@ -961,6 +961,18 @@ def test_follow_yields_each_step_once_until_finished(tmp_path: pathlib.Path) -> 
         ckpts.save(40, {"x": 1})
 
 
+def test_following_a_long_run_finds_a_replaced_step(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each poll looks again at a few steps, so that one that another has replaced is found some polls later."""
+    monkeypatch.setattr("treering._run.follow._POLL_SECONDS", 0.001)
+    for step in range(1, 61):
+        tr.save(tmp_path / f"step-{step:08}", {"n": step}, step=step)
+    steps = tr.follow(tmp_path, timeout=10)
+    assert [next(steps).step for _ in range(60)] == [*range(1, 61)]
+    for step in (3, 30, 58):
+        tr.save(tmp_path / f"step-{step:08}", {"n": -step}, step=step, overwrite=True)
+        assert next(steps)["n"] == -step
+
+
 def test_a_finished_run_that_goes_on_is_not_finished(tmp_path: pathlib.Path) -> None:
     ckpts = tr.Checkpointer(tmp_path)
     ckpts.save(1, {"x": 1})

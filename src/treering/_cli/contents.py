@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .._core.outline import OutlineNode
     from .._restore.checkpoint import Checkpoint
     from .._tools.diff import ValueChange
-    from .._tools.stats import Stats
 
 _MAX_METADATA_CHARACTERS = 400  # characters of metadata that are shown
 
@@ -181,48 +180,16 @@ def stats(
     GLOBs select leaves: * matches within one component of a path, ** any number of components. NaN and infinities are
     counted; the other numbers are those of the finite values.
     """
-    from .._core import expansion
-    from .._core.entries import StatesEntry
-    from .._core.lazy import LazyArray, read_ahead
-    from .._core.source import complete_arrays
-    from .._tools.stats import has_stats
     from .._tools.stats import stats as describe
 
     ckpt = _open(checkpoint, prefix, step, format, best)
-    if globs:
-        ckpt = ckpt.select(globs)
-    expansion.check_memory(ckpt._source, complete_arrays(ckpt._source), ckpt.path)
-    found: dict[str, Stats] = {}
-    others = 0
-    entries = ckpt._source.entries
-    leaves = [None if isinstance(entry, StatesEntry) else ckpt[path] for path, entry in entries.items()]
-    for path, leaf in zip(entries, read_ahead(leaves), strict=True):
-        if isinstance(leaf, LazyArray) and has_stats(leaf):
-            found[path] = describe(leaf)
-        else:
-            others += 1
+    found = describe(ckpt.select(globs) if globs else ckpt)
     if json_:
-        say_json(
-            {
-                "path": ckpt.path,
-                "step": ckpt.step,
-                "leaves": {path: dataclasses.asdict(one) for path, one in found.items()},
-            }
-        )
+        leaves = {path: dataclasses.asdict(one) for path, one in found.leaves.items()}
+        say_json({"path": found.path, "step": ckpt.step, "leaves": leaves})
         return 0
-    rows = []
-    for path, one in found.items():
-        numbers = [one.low, one.high, one.mean, one.std, one.norm]
-        cells = ["" if value is None else number(value) for value in numbers]
-        rows.append(
-            [safe(path), f"{one.size:,}", *cells, *(f"{n:,}" if n else "" for n in (one.zeros, one.nan, one.inf))]
-        )
-    head = ("leaf", "values", "min", "max", "mean", "std", "norm", "zeros", "NaN", "infinite")
-    table(head, rows, left=["leaf"])
-    norm = sum((one.norm or 0.0) ** 2 for one in found.values()) ** 0.5
-    left = f"; {count(others, 'leaf', 'leaves')} without numbers" if others else ""
-    values = count(sum(one.size for one in found.values()), "value")
-    say(f"{count(len(found), 'array')}, {values}, norm {number(norm)}{left}")
+    table(*found._table(), left=["leaf"])
+    say(found._summary())
     return 0
 
 

@@ -40,9 +40,9 @@ def describe_node(ckpt: "Checkpoint", node: "OutlineNode", roles: Mapping[str, s
 def statistics(leaf: Any) -> "Stats | None":
     """Returns the statistics of a leaf with quantiles and a histogram, or None if it has no numbers."""
     from .._core.lazy import LazyArray
-    from .._tools.stats import has_stats, stats
+    from .._tools.stats import array_stats, has_stats
 
-    return stats(leaf, bins=_HISTOGRAM_BINS) if isinstance(leaf, LazyArray) and has_stats(leaf) else None
+    return array_stats(leaf, bins=_HISTOGRAM_BINS) if isinstance(leaf, LazyArray) and has_stats(leaf) else None
 
 
 def leaf_lines(ckpt: "Checkpoint", path: str) -> Iterator[str]:

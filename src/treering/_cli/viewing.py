@@ -3,13 +3,11 @@
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
-from .._core.units import nbytes
-from .._printable import safe
 from .arguments import MAX_EXPANSION, PREFIX, STEP
 from .output import PATH, as_json, say, say_json
 
@@ -110,50 +108,26 @@ def report(
     Of several runs, or a directory of runs, the page has the metrics in the same charts, and nothing of arrays. If it
     left out a run or a checkpoint that is no run, the exit code is 3.
     """
-    from .. import stores
-    from .._tools import report as tools
+    from .._tools.report import find_several
+    from .._tools.report import report as write
 
-    place = stores.absolute(output)
-    store = stores.get(place)
-    tools.check_replaceable(store, place)
-    several = _several(runs, prefix)
-    if several and (leaves or compare):
+    if (leaves or compare) and find_several(runs, prefix):
         raise click.UsageError("expected --leaves and --compare for one run, found several runs")
-    if several:
-        found = tools.gather_runs(several, prefix=prefix)
-    else:
-        found = tools.gather(
-            runs[0],
-            steps=steps,
-            compare=compare or (),
-            globs=leaves,
-            progress=not json_,
-            max_expansion=max_expansion,
-            prefix=prefix,
-        )
-    data = tools.page(found).encode()
-    with store.new_file(place, overwrite=True) as file:
-        file.write(data)
+    done = write(
+        runs,
+        output=output,
+        steps=steps,
+        leaves=leaves,
+        compare=compare,
+        prefix=prefix,
+        progress=not json_,
+        max_expansion=max_expansion,
+    )
     if json_:
-        say_json({"path": place, "nbytes": len(data), "read": found["read"], "notes": found["notes"]})
+        say_json({"path": done.path, "nbytes": done.nbytes, "read": done.read, "notes": done.notes})
     else:
-        say(f"{safe(place)}: {nbytes(len(data))}")
-    return 3 if found.get("leftOut") else 0
-
-
-def _several(runs: Sequence[str], prefix: str | None) -> list[str]:
-    """Returns the runs if there are several: those named, and all that is in directories of runs."""
-    from .. import stores
-    from .._tools.runs_folder import scan_runs_folder
-
-    found: list[str] = []
-    is_folder = False
-    for place in dict.fromkeys(map(stores.absolute, runs)):
-        folder = scan_runs_folder(stores.get(place), place, None, prefix)
-        is_folder |= bool(folder)
-        # The report says of each checkpoint, and of each folder with runs further below, that it is no run.
-        found += [*folder.runs, *folder.checkpoints, *folder.folders_below] if folder else [place]
-    return found if is_folder or len(found) > 1 else []
+        say(str(done))
+    return 3 if done.left_out else 0
 
 
 COMMANDS = (view, browse, report)

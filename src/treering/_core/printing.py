@@ -63,6 +63,18 @@ def table(rows: Mapping[str, object] | Sequence[tuple[str, object]]) -> str:
     return f"<table>{cells}</table>"
 
 
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table with a head, whose first column has paths that a click copies."""
+    lines = ["".join(f"<th>{text(one)}</th>" for one in head)]
+    lines += [
+        f"<td>{path(row[0], row[0])}</td>" + "".join(f"<td>{text(cell)}</td>" for cell in row[1:])
+        for row in rows[:_MAX_NODES]
+    ]
+    more = len(rows) - _MAX_NODES
+    rest = line(f"and {more:,} more; print() shows all") if more > 0 else ""
+    return f"<table>{''.join(f'<tr>{one}</tr>' for one in lines)}</table>{rest}"
+
+
 def listed(title: str, items: Sequence[tuple[str, str]]) -> str:
     """Returns a list of paths, each with a text, that unfolds below a title. Returns "" for no paths."""
     if not items:

@@ -1,11 +1,12 @@
 """Follows a run that another job writes, such as for an evaluator."""
 
 import contextlib
+import itertools
 import logging
 import os
 import posixpath
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from .. import stores
 from .._core.entries import step_number
@@ -23,6 +24,8 @@ from .step_fallback import open_step
 
 _log = logging.getLogger("treering")
 _POLL_SECONDS = 0.5  # seconds between listings of the run
+# On a file system, a poll looks again at the newest steps and as many others, in turn. A long run has too many for all.
+_LOOKED_AT_AGAIN = 8
 
 
 def follow(
@@ -42,7 +45,8 @@ def follow(
     Ends when the run is marked as finished (`Checkpointer.finish`) and no step is left to yield. Nothing is written,
     and the run need not exist yet. A step that is deleted before it is reached is left out. A step that is deleted
     afterwards can still be read on file systems that keep open files. Damaged steps are logged and left out; with
-    `newest`, the step before is next. A step that is saved again after a `rewind` is a new step. Raises
+    `newest`, the step before is next. A step that is saved again after a `rewind` is a new step. In a run of
+    thousands of steps, an old one that was replaced between two polls may be noticed minutes later. Raises
     `UnsupportedError` for a step of a later release.
     """
     place, first = stores.absolute_run(run), -1 if after is None else step_number(after)
@@ -56,6 +60,7 @@ def follow(
 def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterator[Checkpoint]:
     store = stores.get(run)
     seen: dict[int, object] = {}  # the versions of steps that were reached
+    known: dict[str, int] = {}  # those that the last listing had, by the names of their directories
     yielded: dict[int, object] = {}
     waiting_since = time.monotonic()
     with reading(run):
@@ -64,21 +69,27 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
             _log.warning("%s: there is nothing yet; waits for the first step", run)
         elif not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
             _log.warning("%s: waits for the first step%s", run, meant)
-    while True:
+    for poll in itertools.count():
         with reading(run):
             # Before the listing, which is then complete.
             finished = store.stat(posixpath.join(run, _run.FINISHED_MARK))
-        found = {step: one for step, one in _run.located_steps(store, run).items() if step > after}
-        if newest:
-            new = _newest_unseen(store, found, seen, yielded)
-        else:
-            versions = ((step, _checkpoint_version(store, one.path)) for step, one in found.items())
-            new = [(step, version) for step, version in versions if not _has(seen, step, version)]
+        with store.glance(run):
+            if newest:
+                found = _run.located_steps(store, run)
+                new = _newest_unseen(store, found, after, seen, yielded)
+            else:
+                passed = known.keys() - _looked_at_again([*known], poll) if store.has_folders else set[str]()
+                found = _run.located_steps(store, run, committed=passed)
+                names = {posixpath.basename(one.path): step for step, one in found.items() if step > after}
+                looked_at = [step for name, step in names.items() if name not in passed]
+                versions = [(step, _checkpoint_version(store, found[step].path)) for step in looked_at]
+                new = [(step, version) for step, version in versions if not _has(seen, step, version)]
+                known = names
         for step, version in new:
             seen[step] = version
             if ckpt := _open_or_skip(store, step, *found[step]):
                 if newest:
-                    _log_left_out(step, found, yielded)
+                    _log_left_out(step, found, max([after, *(one for one in yielded if one < step)]))
                 yielded[step] = version
                 yield ckpt
                 waiting_since = time.monotonic()
@@ -90,14 +101,27 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
             time.sleep(_POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout))
 
 
+def _looked_at_again(names: list[str], poll: int) -> set[str]:
+    """Returns the names of steps that a poll looks at again: they may have been replaced since the poll before."""
+    older = names[:-_LOOKED_AT_AGAIN]
+    begin = poll * _LOOKED_AT_AGAIN % max(len(older), 1)
+    return {*names[-_LOOKED_AT_AGAIN:], *older[begin : begin + _LOOKED_AT_AGAIN]}
+
+
 def _newest_unseen(
-    store: Store, found: dict[int, StepPath], seen: Mapping[int, object], yielded: Mapping[int, object]
+    store: Store,
+    found: _run.Steps[StepPath],
+    after: int,
+    seen: Mapping[int, object],
+    yielded: Mapping[int, object],
 ) -> list[tuple[int, object]]:
     """Returns the newest step that was not reached yet, and its version; nothing if a step after it was yielded.
 
     If that step turns out to be damaged or deleted, the run is listed again, because a newer one may be there by then.
     """
     for step in reversed(found):
+        if step <= after:
+            return []
         version = _checkpoint_version(store, found[step].path)
         if _has(yielded, step, version):
             return []
@@ -110,10 +134,9 @@ def _has(versions: Mapping[int, object], step: int, version: object) -> bool:
     return step in versions and versions[step] == version
 
 
-def _log_left_out(step: int, found: Iterable[int], yielded: Container[int]) -> None:
-    before = [one for one in found if one < step]
-    last = max((one for one in before if one in yielded), default=-1)
-    if left_out := [one for one in before if one > last]:
+def _log_left_out(step: int, found: _run.Steps[StepPath], last: int) -> None:
+    """Logs the steps between one and `last`, the one that was yielded before."""
+    if left_out := [one for one in found.after(last) if one < step]:
         _log.info("step %d is the newest; left out: %s", step, join_names(tuple(map(str, left_out))))
 
 

@@ -8,7 +8,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from .. import formats, stores
 from .._core.leaf_paths import join_names
@@ -86,21 +86,27 @@ def list_step_names(store: Store, run: str, prefix: str | None = None) -> list[t
         return _committed_names(store, run, names, prefix)
 
 
-def _committed_names(store: Store, run: str, names: Sequence[str], prefix: str | None) -> list[tuple[int, str]]:
+def _committed_names(
+    store: Store, run: str, names: Sequence[str], prefix: str | None, committed: Container[str] = ()
+) -> list[tuple[int, str]]:
+    def is_step(name: str) -> bool:
+        return name in committed or is_committed(store, run, name)
+
+    def steps(prefix: str) -> list[tuple[int, str]]:
+        return [(step, name) for step, name in _named_steps(names, prefix) if is_step(name)]
+
     if prefix is not None:
-        return _filter_committed(store, run, names, prefix)
-    if found := _filter_committed(store, run, names, DEFAULT_PREFIX):
+        return steps(prefix)
+    if found := steps(DEFAULT_PREFIX):
         return found
-    others = {
-        match[1] for name in names if (match := _ANY_STEP_NAME.fullmatch(name)) and is_committed(store, run, name)
-    }
+    others = {match[1] for name in names if (match := _ANY_STEP_NAME.fullmatch(name)) and is_step(name)}
     if len(others) > 1:
         raise MismatchError(
             f"{run}: expected steps whose names begin with {DEFAULT_PREFIX!r}, found several other prefixes: "
             f"{join_names(tuple(sorted(others)))}; open a step by its own path, or pass prefix= to Checkpointer"
         )
     if others:
-        return _filter_committed(store, run, names, others.pop())
+        return steps(others.pop())
     return _short_named_steps(store, run, names)
 
 
@@ -128,10 +134,6 @@ def find_prefix(store: Store, run: str) -> str:
     """Returns the text before the numbers in the names of a run's steps; see `list_step_names`."""
     found = list_step_names(store, run)
     return found[0][1].rstrip("0123456789") if found else DEFAULT_PREFIX
-
-
-def _filter_committed(store: Store, run: str, names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
-    return [(step, name) for step, name in _named_steps(names, prefix) if is_committed(store, run, name)]
 
 
 def _named_steps(names: Sequence[str], prefix: str) -> list[tuple[int, str]]:
@@ -162,6 +164,7 @@ class Steps(Mapping[int, T]):
 
     others: returns the steps of other libraries among the names that are not given; None to leave them out. If both
         have a step, Treering's counts.
+    committed: the names of directories that the caller knows to be committed steps, if they are in the listing.
 
     Raises `MismatchError` if two names claim one step.
     """
@@ -173,15 +176,16 @@ class Steps(Mapping[int, T]):
         prefix: str | None,
         made: Callable[[str], T],
         others: Callable[[Container[str]], Mapping[int, T]] | None = None,
+        committed: Container[str] = (),
     ):
         self._store, self._run, self._made, self._others = store, run, made, others
-        self._looked: dict[str, bool] = {}
         with store.glance(run):
             with reading(run):
                 names = store.list(run)
+            self._looked = {name: True for name in names if name in committed}
             found = _named_steps(names, DEFAULT_PREFIX if prefix is None else prefix)
             if prefix is None and not any(self._is_committed(name) for _, name in reversed(found)):
-                found = _committed_names(store, run, names, None)
+                found = _committed_names(store, run, names, None, committed)
                 self._looked = {name: True for _, name in found}
             self._names: dict[int, str] = {}
             for step, name in found:
@@ -277,17 +281,36 @@ def all_steps(store: Store, run: str, prefix: str | None = None, foreign_prefix:
     return Steps(store, run, prefix, functools.partial(posixpath.join, run), others)
 
 
+@overload
+def located_steps(
+    store: Store,
+    run: str,
+    prefix: str | None = None,
+    only: None = None,
+    foreign_prefix: str | None = None,
+    committed: Container[str] = (),
+) -> Steps[formats.StepPath]: ...
+@overload
 def located_steps(
     store: Store,
     run: str,
     prefix: str | None = None,
     only: formats.Format | None = None,
     foreign_prefix: str | None = None,
+    committed: Container[str] = (),
+) -> Steps[formats.StepPath] | dict[int, formats.StepPath]: ...
+def located_steps(
+    store: Store,
+    run: str,
+    prefix: str | None = None,
+    only: formats.Format | None = None,
+    foreign_prefix: str | None = None,
+    committed: Container[str] = (),
 ) -> Steps[formats.StepPath] | dict[int, formats.StepPath]:
     """Returns the committed steps, ascending, with those that other libraries have left in the directory.
 
     If both have a step, Treering's is returned. only: returns just the steps of this format. foreign_prefix: returns
-    just the steps of other libraries whose names have this prefix.
+    just the steps of other libraries whose names have this prefix. committed: as for `Steps`.
     """
 
     def others(ours: Container[str]) -> dict[int, formats.StepPath]:
@@ -295,7 +318,7 @@ def located_steps(
 
     made = lambda name: formats.StepPath(posixpath.join(run, name))  # noqa: E731
     if only is None:
-        return Steps(store, run, prefix, made, others)
+        return Steps(store, run, prefix, made, others, committed)
     if only.name == "treering":
         return Steps(store, run, prefix, made)
     with store.glance(run):

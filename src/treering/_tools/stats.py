@@ -1,14 +1,24 @@
-"""Computes statistics of single arrays, which it reads slice by slice."""
+"""Computes statistics of arrays, which it reads slice by slice."""
 
 import dataclasses
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._core import dtypes, expansion
+from .._core import dtypes, expansion, printing
 from .._core.boxes import full_box, slice_boxes
-from .._core.lazy import LazyArray
+from .._core.describe import describe_entry
+from .._core.entries import StatesEntry
+from .._core.lazy import LazyArray, read_ahead
+from .._core.source import complete_arrays
+from .._core.tracebacks import hide_internal_frames
+from .._core.units import count, number
+from .._printable import safe
+from .._restore.checkpoint import Checkpoint
+from .._run.open import open_checkpoint
+from ..errors import MismatchError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,8 +37,8 @@ class Stats:
     """Statistics of the finite values of an array, or of their magnitudes if they are complex.
 
     The counts are of all values. `norm` is the root of the sum of squares. `quantiles` and `histogram` describe
-    `sample` values, spread evenly over the array. The histogram counts values in bins of equal width from `low` to
-    `high`. Without a finite value the other numbers are None.
+    `sample` values, spread evenly over the array; without bins they are empty. The histogram counts values in bins of
+    equal width from `low` to `high`. Without a finite value the other numbers are None.
     """
 
     size: int
@@ -45,12 +55,90 @@ class Stats:
     sample: int
 
 
+_HEAD = ("leaf", "values", "min", "max", "mean", "std", "norm", "zeros", "NaN", "infinite")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StatsReport:
+    """The result of `stats`: the statistics of each array of numbers in the checkpoint `path`, by the leaf's path.
+
+    `others` leaves are no arrays of numbers. Print it to read the table.
+    """
+
+    path: str
+    leaves: dict[str, Stats]
+    others: int = 0
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Returns the table as text: its head, and one row for each array. Omits empty columns."""
+        rows: list[list[str]] = []
+        for path, one in self.leaves.items():
+            numbers = (one.low, one.high, one.mean, one.std, one.norm)
+            cells = ["" if value is None else number(value) for value in numbers]
+            odd = (f"{n:,}" if n else "" for n in (one.zeros, one.nan, one.inf))
+            rows.append([safe(path), f"{one.size:,}", *cells, *odd])
+        used = [n for n in range(len(_HEAD)) if n < 2 or any(row[n] for row in rows)]
+        return [_HEAD[n] for n in used], [[row[n] for n in used] for row in rows]
+
+    def _summary(self) -> str:
+        """Returns the number of arrays and values, and the norm of all of them, as one line of text."""
+        norm = sum((one.norm or 0.0) ** 2 for one in self.leaves.values()) ** 0.5
+        left = f"; {count(self.others, 'leaf', 'leaves')} without numbers" if self.others else ""
+        values = count(sum(one.size for one in self.leaves.values()), "value")
+        return f"{count(len(self.leaves), 'array')}, {values}, norm {number(norm)}{left}"
+
+    def _repr_html_(self) -> str:
+        return printing.page(self.path, printing.line(self._summary()), printing.grid(*self._table()))
+
+    def __repr__(self) -> str:
+        return f"<StatsReport {safe(self.path)}: {self._summary()}>"
+
+    def __str__(self) -> str:
+        head, rows = self._table()
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = (
+            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))])
+            for row in (head, *rows)
+        )
+        return "\n".join([*(line.rstrip() for line in lines), self._summary()])
+
+
+@hide_internal_frames
+def stats(source: "str | os.PathLike[str] | Checkpoint | LazyArray", *, bins: int = 0) -> StatsReport:
+    """Reads the arrays of a checkpoint and computes the range, mean, norm, zeros, NaN and infinities of each.
+
+    >>> tr.stats(tr.open("runs/gpt").select("params/**"))
+
+    source: a path, an open checkpoint, a part of one, or one array of it. Of a run, its newest valid step.
+    bins: adds quantiles and a histogram with this many bins to the statistics of each array.
+
+    Print the returned object to read a table, which a notebook shows. Its `leaves` have the statistics by path: `size`,
+    `nan`, `inf`, `zeros`, `low`, `high`, `mean`, `std`, `norm`, `quantiles` and `histogram`. NaN and infinities are
+    counted; the other numbers are those of the finite values. Arrays are read in slices. Raises `MismatchError` for an
+    array without numbers.
+    """
+    if isinstance(source, LazyArray):
+        entry = source.entry
+        if not has_stats(source):
+            raise MismatchError(f"{entry.path}: expected an array of numbers, found {describe_entry(entry)}")
+        return StatsReport(source._reader.path, {entry.path: array_stats(source, bins=bins)})
+    ckpt = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    expansion.check_memory(ckpt._source, complete_arrays(ckpt._source), ckpt.path)
+    found: dict[str, Stats] = {}
+    entries = ckpt._source.entries
+    leaves = [None if isinstance(entry, StatesEntry) else ckpt[path] for path, entry in entries.items()]
+    for path, leaf in zip(entries, read_ahead(leaves), strict=True):
+        if isinstance(leaf, LazyArray) and has_stats(leaf):
+            found[path] = array_stats(leaf, bins=bins)
+    return StatsReport(ckpt.path, found, len(entries) - len(found))
+
+
 def has_stats(array: LazyArray) -> bool:
     """Returns True if the values of an array are numbers."""
     return array.entry.type != "key" and array.dtype.kind not in "MmUSO" and array.dtype.names is None
 
 
-def stats(array: LazyArray, *, bins: int = 0) -> Stats:
+def array_stats(array: LazyArray, *, bins: int = 0) -> Stats:
     """Reads an array and describes its values. With `bins`, adds quantiles and a histogram of that many bins."""
     expansion.check_memory(array._reader, [(array.entry, full_box(array.shape))], array._reader.path)
     found = _RunningStats()

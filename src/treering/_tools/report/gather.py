@@ -26,7 +26,7 @@ from ...stores.read_errors import raise_if_momentary
 from ..diff import ValueChange, diff
 from ..listing import Listing, Row, list_run
 from ..page_data import rounded, run_fields, step_fields
-from ..stats import Stats, has_stats, stats
+from ..stats import Stats, array_stats, has_stats
 
 _log = logging.getLogger("treering")
 
@@ -201,7 +201,7 @@ class _Leaves:
             size = nbytes(sum(size for path, size in sizes.items() if path not in kept))
             _note(
                 self._notes,
-                f"the {left:,} smallest arrays ({size}) have no statistics here; --leaves GLOB chooses others",
+                f"the {left:,} smallest arrays ({size}) have no statistics here; name leaves to choose others",
             )
         places = {path: n for n, path in enumerate(path for path in sizes if path in kept)}
         self.rows = [_empty(path, len(steps)) for path in places]
@@ -229,7 +229,7 @@ class _Leaves:
 
 def _fill(row: dict[str, Any], n: int, array: LazyArray, histogram: bool) -> None:
     """Reads an array and puts its statistics into the row of its leaf, as the `n`-th step."""
-    found = stats(array, bins=_BINS if histogram else 0)
+    found = array_stats(array, bins=_BINS if histogram else 0)
     row |= {"what": safe(describe_entry(array.entry)), "nbytes": array.nbytes, "size": found.size}
     row["there"][n] = 1
     for name in _NUMBERS:

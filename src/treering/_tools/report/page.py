@@ -1,20 +1,27 @@
 """Writes the page of a report: one HTML file that contains its data, style and script."""
 
 import base64
+import dataclasses
 import datetime
 import hashlib
 import html
 import importlib.resources
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ... import formats
+from ... import formats, stores
+from ..._core import expansion
+from ..._core.tracebacks import hide_internal_frames
+from ..._core.units import nbytes
+from ..._printable import safe
 from ..._version import __version__
-from ...errors import ExistsError
+from ...errors import ExistsError, MismatchError
 from ...stores.file_io import opened
 from ...stores.store import Store
+from ..runs_folder import scan_runs_folder
+from .gather import gather, gather_runs
 
 _MARK = '<meta name="generator" content="Treering report">'
 _MARK_WITHIN = 200  # An earlier report has the mark within its first 200 bytes.
@@ -39,6 +46,105 @@ _HEAD = f"""<!doctype html>
 </body>
 </html>
 """
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ReportPage:
+    """The result of `report`: where the page is, and what it is about. A notebook shows the page.
+
+    The page has `nbytes` bytes, and the statistics of the steps in `read`. `notes` name what could not be read;
+    `left_out` counts the runs and checkpoints that are not in the page.
+    """
+
+    path: str
+    nbytes: int
+    read: tuple[int, ...]
+    notes: tuple[str, ...]
+    left_out: int = 0
+    _page: str = ""
+
+    def _repr_html_(self) -> str:
+        # The frame has an origin of its own, so the page cannot reach the notebook.
+        shown = html.escape(self._page)
+        return f'<iframe sandbox="allow-scripts" srcdoc="{shown}" style="border:0;width:100%;height:40em"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"<ReportPage {self}>"
+
+    def __str__(self) -> str:
+        return f"{safe(self.path)}: {nbytes(self.nbytes)}"
+
+
+@hide_internal_frames
+def report(
+    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    output: str | os.PathLike[str] = "report.html",
+    steps: int = 20,
+    leaves: Sequence[str] = (),
+    compare: tuple[int, int] | None = None,
+    prefix: str | None = None,
+    progress: bool = False,
+    max_expansion: float = expansion.MAX_RATIO,
+) -> ReportPage:
+    """Writes an HTML page about a run: its timeline, sizes, statistics and differences. The page needs no network.
+
+    >>> tr.report("runs/gpt", leaves=["params/**"])
+
+    runs: a run, several runs, or a directory of runs. Of several runs, the page has the metrics in the same charts, and
+        nothing of arrays.
+    output: the file to write. It may replace an earlier report, and nothing else.
+    steps: reads the arrays of this many steps, spread evenly over the run. 0 reads none.
+    leaves: globs of the leaves with statistics; by default the 2,000 largest.
+    compare: the two steps to compare value by value; by default the latest two, if arrays are read.
+    prefix: the beginning of the step names; by default found from the steps.
+    progress: shows a progress bar.
+    max_expansion: as in `treering.restore`. The arrays of a step beyond it are not read, and the report says so.
+
+    The report and the log name what could not be read. A notebook shows the page. The returned object has its `path`
+    and size `nbytes`, the steps that were `read`, the `notes`, and the number of runs that are `left_out`.
+
+    Raises `NotFoundError` if there is no run or no valid step, and `MismatchError` if `compare` names a step that is
+    not valid.
+    """
+    places = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
+    if not places:
+        raise MismatchError("expected a run, found an empty list")
+    place = stores.absolute(output)
+    store = stores.get(place)
+    check_replaceable(store, place)
+    several = find_several(places, prefix)
+    if several and (leaves or compare):
+        raise MismatchError("expected one run, because `leaves` or `compare` is given, found several runs")
+    if several:
+        found = gather_runs(several, prefix=prefix)
+    else:
+        found = gather(
+            places[0],
+            steps=steps,
+            compare=compare or (),
+            globs=leaves,
+            progress=progress,
+            max_expansion=max_expansion,
+            prefix=prefix,
+        )
+    text = page(found)
+    data = text.encode()
+    with store.new_file(place, overwrite=True) as file:
+        file.write(data)
+    return ReportPage(place, len(data), tuple(found["read"]), tuple(found["notes"]), found.get("leftOut", 0), text)
+
+
+def find_several(places: Sequence[str | os.PathLike[str]], prefix: str | None) -> list[str]:
+    """Returns the runs if there are several: those named, and all that is in directories of runs."""
+    found: list[str] = []
+    is_folder = False
+    for place in dict.fromkeys(map(stores.absolute, places)):
+        folder = scan_runs_folder(stores.get(place), place, None, prefix)
+        is_folder |= bool(folder)
+        # The report says of each checkpoint, and of each folder with runs further below, that it is no run.
+        found += [*folder.runs, *folder.checkpoints, *folder.folders_below] if folder else [place]
+    return found if is_folder or len(found) > 1 else []
 
 
 def check_replaceable(store: Store, path: str) -> None:

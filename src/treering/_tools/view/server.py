@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from ... import formats, stores
-from ..._core import expansion
+from ..._core import expansion, printing
 from ..._core.describe import describe_leaf
 from ..._core.entries import ArrayEntry, Entry, StatesEntry
 from ..._core.lazy import LazyArray
 from ..._core.quantized import member_roles
 from ..._core.source import source_name
+from ..._core.tracebacks import hide_internal_frames
 from ..._core.units import sharding
 from ..._printable import safe
 from ..._restore.checkpoint import Checkpoint
@@ -39,9 +40,11 @@ from ..runs_folder import scan_runs_folder
 
 _log = logging.getLogger("treering")
 _HOSTS = ("127.0.0.1", "localhost")
+_IN_NOTEBOOKS = (
+    "frame-ancestors http://localhost:* http://127.0.0.1:* https://localhost:* https://127.0.0.1:* vscode-webview:"
+)
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "frame-ancestors 'none'",  # the page has the rest, where this rule has no effect
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -182,13 +185,14 @@ class ViewServer(http.server.ThreadingHTTPServer):
     """Serves the page and what it shows to programs of this machine that know the random token in the URL.
 
     port: 0 chooses a free one. Raises `ExistsError` if the port is taken.
+    in_notebook: lets notebooks of this machine show the page in a frame.
     """
 
     daemon_threads = True
     # Another user's process must not get the port while this one runs.
     allow_reuse_port = False
 
-    def __init__(self, served: Served, port: int) -> None:
+    def __init__(self, served: Served, port: int, *, in_notebook: bool = False) -> None:
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
@@ -196,6 +200,8 @@ class ViewServer(http.server.ThreadingHTTPServer):
                 f"127.0.0.1:{port}: expected a port that is free, found {error.strerror or error}; choose another port"
             ) from None
         self.served = served
+        # The page has the other rules. It cannot have this one, which has an effect in headers alone.
+        self.frames = _IN_NOTEBOOKS if in_notebook else "frame-ancestors 'none'"
         self.token = secrets.token_urlsafe(16)
         self.page = (importlib.resources.files(__package__ or __name__) / "viewer.html").read_bytes()
 
@@ -255,6 +261,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _answer(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         own = {"Content-Type": "application/octet-stream", "Content-Length": str(len(body))}
+        own |= {"Content-Security-Policy": self.server.frames}
         for name, value in {**own, **_HEADERS, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -272,3 +279,50 @@ def _json(value: object) -> tuple[bytes, dict[str, str]]:
 def _text(error: Exception) -> bytes:
     text = error.args[0] if isinstance(error, KeyError) else error  # The text of a KeyError is in quotes.
     return safe(text).encode()
+
+
+class RunningView:
+    """The result of `view`: the viewer of a path, at `url`. A notebook shows it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._server = ViewServer(Served(path), 0, in_notebook=True)
+        threading.Thread(target=self._server.serve_forever, name="treering-view", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """The address, which only this machine can open. It has a random token."""
+        return self._server.url
+
+    def close(self) -> None:
+        """Ends the viewer. It also ends with the process."""
+        self._server.shutdown()
+        self._server.server_close()
+        for key in [key for key, one in _views.items() if one is self]:
+            del _views[key]
+
+    def _repr_html_(self) -> str:
+        link = f'<a href="{self.url}" target="_blank" rel="noopener">{printing.text(self.url)}</a>'
+        frame = f'<iframe src="{self.url}" style="border:0;width:100%;height:40em"></iframe>'
+        return printing.page(self._server.served.path, link, frame)
+
+    def __repr__(self) -> str:
+        return f"<RunningView {self.url}>"
+
+
+_views: dict[tuple[int, str], RunningView] = {}  # by process and path: a fork has no threads
+
+
+@hide_internal_frames
+def view(path: str | os.PathLike[str]) -> RunningView:
+    """Shows a checkpoint of any format, a run or a directory of runs in the notebook, or in the browser at its `url`.
+
+    >>> tr.view("runs/gpt")
+
+    It serves the path to this machine only, until `close()` or the end of the process, and writes nothing. A second
+    call for a path returns the viewer that runs. If the notebook's kernel is on another machine, forward the port of
+    `url` from there. Raises `NotFoundError` if the path has nothing to show.
+    """
+    key = os.getpid(), stores.absolute(path)
+    if key not in _views:
+        _views[key] = RunningView(path)
+    return _views[key]
