@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import io
-import json
 import lzma
 import os
 import pickle
@@ -19,6 +18,7 @@ import safetensors.numpy
 
 import torch_files
 import treering as tr
+from tensorflow_bundles import Bundle
 from treering import formats, stores
 from treering.errors import CorruptError, NotFoundError, TreeringError, UnsupportedError
 
@@ -158,7 +158,7 @@ def test_the_output_of_the_trainer_of_hugging_face(tmp_path: Path) -> None:
     """The advice names the checkpoints, and not how to read `training_args.bin`, which is a pickle."""
     folders(tmp_path, checkpoint_500="model.safetensors", checkpoint_1000="adapter_model.safetensors", checkpoint_9="")
     (tmp_path / "training_args.bin").write_bytes(torch_files.archive({"w": torch_files.tensor(np.ones(3))}))
-    text = "as the Trainer of Hugging Face writes it; open one by its own path: checkpoint-1000, checkpoint-500; of no"
+    text = "checkpoints in it; open one by its own path: checkpoint-1000, checkpoint-500; of no"
     for read in (tr.open, tr.restore, tr.verify):
         with pytest.raises(NotFoundError, match=text):
             read(tmp_path)
@@ -167,20 +167,49 @@ def test_the_output_of_the_trainer_of_hugging_face(tmp_path: Path) -> None:
         file.with_name("pytorch_model.bin").write_bytes(torch_files.archive({"w": torch_files.tensor(np.ones(3))}))
         file.unlink()
     with pytest.raises(
-        NotFoundError, match=r"in its checkpoint checkpoint-1000, pytorch_model.bin in it is a file of PyTorch"
+        NotFoundError, match=r": checkpoint-1000/pytorch_model.bin in it is a file of PyTorch; open it by its own path"
     ):
         tr.open(tmp_path)
 
 
 def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:
-    folders(tmp_path, unet="diffusion_pytorch_model.safetensors", vae="model.safetensors", other="model.safetensors")
-    parts = {"_class_name": "Pipeline", "unet": ["diffusers", "UNet"], "vae": ["x", "y"], "logs": ["x", "y"]}
-    for text, expected in [(json.dumps(parts), "unet, vae; of no"), ("[]", None), ("{", None)]:
-        (tmp_path / "model_index.json").write_text(text)
-        with pytest.raises(NotFoundError) as raised:
-            tr.open(tmp_path)
-        found = f"it is a pipeline of diffusers; open one of its parts by its own path: {expected}" in str(raised.value)
-        assert found == bool(expected)
+    folders(tmp_path, unet="diffusion_pytorch_model.safetensors", vae="model.safetensors")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "Pipeline", "unet": ["diffusers", "UNet"]}')
+    with pytest.raises(NotFoundError, match="in it; open one by its own path: unet, vae; of no"):
+        tr.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "lightning_logs/version_10/checkpoints/epoch=3-step=100.ckpt",
+        "global_step10/mp_rank_00_model_states.pt",  # DeepSpeed
+        "iter_0000100/mp_rank_00/model_optim_rng.pt",  # Megatron
+    ],
+)
+def test_files_of_pytorch_below_a_folder(tmp_path: Path, file: str) -> None:
+    """The newest is named."""
+    for name in (file, file.replace("10", "9")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(torch_files.archive({"w": torch_files.tensor(np.ones(3))}))
+    with pytest.raises(NotFoundError) as raised:
+        tr.open(tmp_path)
+    assert f"{tmp_path}: {file} in it is a file of PyTorch; open it by its own path; of no" in str(raised.value)
+
+
+def test_a_saved_model_of_tensorflow(tmp_path: Path) -> None:
+    (tmp_path / "saved_model.pb").write_bytes(b"\x08\x01")
+    (tmp_path / "variables").mkdir()
+    bundle = Bundle()
+    bundle.add("w", np.ones(3, np.float32))
+    bundle.save(tmp_path / "variables/variables")
+    with pytest.raises(NotFoundError, match=r"variables/variables.index in it is a checkpoint of TensorFlow; open"):
+        tr.open(tmp_path)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="it is an empty folder; of no"):
+        tr.open(tmp_path)
 
 
 def test_a_folder_of_checkpoints_of_any_format(tmp_path: Path) -> None:

@@ -285,6 +285,19 @@ def test_other_tensors_are_refused_by_name(tmp_path: Path, text: str) -> None:
         tr.open(tmp_path / "x.pt")
 
 
+def test_advice_for_what_cannot_be_read(tmp_path: Path) -> None:
+    """PyTorch casts no floats of four bits, and `treering.orbax` has no handlers for its files."""
+    numbers, hooks = np.zeros(2, np.uint16), Call("collections", "OrderedDict")
+    pairs = rebuilt("_rebuild_tensor_v3", numbers, 0, (4,), (1,), False, hooks, Name("torch", "float4_e2m1fn_x2"))
+    for leaf, advice in [
+        (pairs, r"such as tensor\.view\(torch\.uint8\)\n"),
+        (Call("a", "B"), r"library that wrote it\n"),
+    ]:
+        (tmp_path / "x.pt").write_bytes(archive({"w": leaf}))
+        with pytest.raises(UnsupportedError, match=advice):
+            tr.restore(tmp_path / "x.pt")
+
+
 def test_it_is_only_read(tmp_path: Path) -> None:
     for name in ("torch", "dcp"):
         with pytest.raises(UnsupportedError, match="only read; choose another format"):

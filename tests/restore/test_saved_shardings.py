@@ -1,5 +1,6 @@
 """Tests recorded shardings, and restores that place arrays where they were."""
 
+import os
 import pathlib
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
+import zygote
 from treering.errors import MismatchError
 
 pytestmark = pytest.mark.compat
@@ -125,3 +127,19 @@ def test_mesh_with_non_text_axis_names_is_not_recorded(tmp_path: pathlib.Path, a
         x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec))
         tr.save(tmp_path / "c", {"x": x}, overwrite=True)
         assert (tr.restore(tmp_path / "c")["x"] == np.asarray(x)).all()
+
+
+def test_numpy_states_begin_no_backend(tmp_path: pathlib.Path) -> None:
+    """A backend takes memory of accelerators, and its start waits for all processes of a job."""
+    script = f"""
+import numpy as np, treering as tr
+from jax._src import xla_bridge
+state = {{"w": np.zeros(3), "n": 1}}
+with tr.Checkpointer({str(tmp_path / "run")!r}) as ckpts:
+    ckpts.save(1, state)
+    ckpts.restore(state)
+    ckpts.restore_or_init(lambda: state)
+assert not xla_bridge.backends_are_initialized()
+"""
+    code, output = zygote.Process(script, os.environ).communicate(60)
+    assert code == 0, output

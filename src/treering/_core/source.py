@@ -284,9 +284,10 @@ def check_not_left_out(source: Source) -> None:
     """Raises `UnsupportedError` for a source with data of unknown kinds only."""
     if is_left_out(source):
         found = ", ".join(left_out(source))
+        handler = ", or by its handler with treering.orbax" if source.format == "orbax" else ""
         raise UnsupportedError(
             f"{source.path}: expected leaves that Treering can read, found only {found}; restore it with the library "
-            "that wrote it, or by its handler with treering.orbax"
+            f"that wrote it{handler}"
         )
 
 

@@ -173,7 +173,9 @@ def resumed_shardings(
     ]
     unknown = [n for n, target in enumerate(targets) if wishes[n] is None and wished[n] is None and _is_array(target)]
     moved = not found.problems.keys() <= found.unrecorded
-    if jax.device_count() == 1 and not moved:  # Arrays go to the only device, so their places need not be known.
+    # Arrays go to an only device, so their places need not be known. Without arrays JAX begins no backend, which would
+    # take memory of accelerators and wait for all peers.
+    if unknown and not moved and jax.device_count() == 1:
         unknown = [n for n in unknown if n in found.problems]
     calls = bool(unknown) and not initial.called
     if found.problems:
@@ -239,14 +241,12 @@ def warn_if_gathered(
     wishes: Sequence[Any],
 ) -> None:
     """Logs the arrays that were spread over devices, and that neither the template nor `sharding=` gives a place."""
-    if jax.device_count() == 1 or None not in wishes:
-        return
     gathered = tuple(
         path or "(root)"
         for path, entry, target, wish in zip(paths, entries, targets, wishes, strict=True)
         if wish is None and target.make in JAX_MAKES and isinstance(entry, ArrayEntry) and _is_spread(source, entry)
     )
-    if gathered:
+    if gathered and jax.device_count() > 1:
         _log.warning(
             "%s: %d arrays were spread over devices when they were saved, and the template does not say where they go: "
             "%s; each device of the set mesh, or else the default device, gets all of them. Pass sharding='saved', or "

@@ -1,14 +1,13 @@
 """Recognizes common files that are not checkpoints, and says what to do with them."""
 
 import itertools
-import json
 import posixpath
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from ..._core.leaf_paths import join_names
 from ...errors import TreeringError
-from ...stores.file_io import is_folder, opened, read_file
+from ...stores.file_io import is_folder, opened
 from ...stores.store import Store
 
 TORCH_PICKLE = "/data.pkl"  # ends the name of the pickle in an archive
@@ -39,6 +38,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xfd7zXZ\0", f"compressed by xz; {_UNPACK_ADVICE}"),
     (0, b"\x28\xb5\x2f\xfd", f"compressed by zstd; {_UNPACK_ADVICE}"),
     (0, b"7z\xbc\xaf\x27\x1c", f"a 7z archive; {_UNPACK_ADVICE}"),
+    (4, b"TFL3", "a model of TensorFlow Lite; open the checkpoint that it was made from"),
     (257, b"ustar", f"a tar archive; {_UNPACK_ADVICE}"),
     (0, b"<!DOCTYPE", "a page of HTML, as a failed download leaves it; fetch the file again"),
     (0, b"<html", "a page of HTML, as a failed download leaves it; fetch the file again"),
@@ -53,16 +53,17 @@ _ZARR = {
 }
 _ICECHUNK = {"manifests", "snapshots", "transactions"}
 _HEAD_BYTES = 512  # that are read of a file, enough for each of these beginnings
-_MAX_NAMES = 1000  # files that are looked at in a folder
-_MAX_FOLDERS = 20  # folders in a folder that are looked at
+_MAX_NAMES = 1000  # names that are looked at in a folder and those below it
+_MAX_FILES = 20  # files of which the beginning is read
+_MAX_FOLDERS = 20  # folders that are looked at
 _MAX_OPENED = 5  # folders that a message names
-_NUMBERED = re.compile(r"checkpoint[-_](\d+)")  # by the Trainer of transformers, and by accelerate
-_PIPELINE = "model_index.json"
+_INDEX = ".index"
+_NO_WEIGHTS = re.compile("training_args|optim|scheduler|scaler|rng|random_states")  # in names; named if all are such
 _MAX_ZARR_NAMES = 50  # files and folders that are looked at for zarr arrays in a folder
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_SUFFIXES = (
     *_TORCH_SUFFIXES,
-    *(".pkl", ".pickle", ".h5", ".keras", ".npz", ".gguf", ".zip", ".tar", ".gz", ".tgz"),
+    *(".pkl", ".pickle", ".h5", ".keras", ".npy", ".npz", ".gguf", ".tflite", ".zip", ".tar", ".gz", ".tgz"),
 )
 
 
@@ -82,42 +83,52 @@ def describe(store: Store, path: str, opens: Callable[[str], bool]) -> str | Non
             return f"it is {what}" if what else None
         if not found.is_folder:
             return None
-        names = sorted(store.list(path))
-        if what := _describe_names(names):
-            return f"it is {what}"
-        if what := _describe_folders(store, path, names, opens):
-            return what
-        if what := describe_zarr(store, path):
-            return f"it is {what}"
-        for name in [name for name in names if name.endswith(_OTHER_SUFFIXES)][:_MAX_NAMES]:
-            inner = posixpath.join(path, name)
-            there = store.stat(inner)
-            if there is not None and there.is_file and (what := _describe_file(store, inner)):
-                return f"{name} in it is {what}"
+        return _describe_folder(store, path, opens)
     except (TreeringError, OSError, ValueError):
         pass  # The message that this text is for already has the errors that the formats met.
     return None
 
 
-def _describe_folders(store: Store, path: str, names: Sequence[str], opens: Callable[[str], bool]) -> str | None:
-    """Describes a folder by those of its folders that are checkpoints."""
-    numbers = {name: int(number[1]) for name in names if (number := _NUMBERED.fullmatch(name))}
-    if _PIPELINE in names:
-        what = "a pipeline of diffusers; open one of its parts by its own path"
-        parts = json.loads(read_file(store, posixpath.join(path, _PIPELINE)))
-        names = [name for name in names if isinstance(parts, dict) and name in parts]
-    elif numbers:
-        what = "a folder of checkpoints, as the Trainer of Hugging Face writes it; open one by its own path"
-        names = sorted(numbers, key=lambda name: (-numbers[name], name))
-    else:
-        what = "a folder with checkpoints in it; open one by its own path"
-    inner = (posixpath.join(path, name) for name in names)
-    folders = itertools.islice((one for one in inner if (there := store.stat(one)) and there.is_folder), _MAX_FOLDERS)
-    known = [posixpath.basename(one) for one in itertools.islice(filter(opens, folders), _MAX_OPENED)]
-    if known:
-        return f"it is {what}: {join_names(tuple(known))}"
-    newest = describe(store, posixpath.join(path, names[0]), opens) if numbers else None
-    return f"in its checkpoint {names[0]}, {newest}" if newest else None
+def _describe_folder(store: Store, path: str, opens: Callable[[str], bool]) -> str | None:
+    """Describes a folder, by the nearest thing in it that is known. That may be some levels deep."""
+    folders = [""]  # relative to the path; the nearest come first
+    names_left, files_left, folders_left = _MAX_NAMES, _MAX_FILES, _MAX_FOLDERS
+    described: list[str] = []
+    for folder in folders:  # The list grows.
+        listed = sorted(store.list(posixpath.join(path, folder) if folder else path), key=_newest_first)[:names_left]
+        names_left -= len(listed)
+        if not listed and not folder:
+            return "it is an empty folder"
+        if what := _describe_names(listed):
+            return f"{folder} in it is {what}" if folder else f"it is {what}"
+        names = [posixpath.join(folder, name) for name in listed]
+        found = (name for name in names if is_folder(store, posixpath.join(path, name), links=True))
+        inner = list(itertools.islice(found, folders_left))
+        folders_left -= len(inner)
+        known = (name for name in inner if opens(posixpath.join(path, name)))
+        if some := tuple(itertools.islice(known, _MAX_OPENED)):
+            return f"it is a folder with checkpoints in it; open one by its own path: {join_names(some)}"
+        if not folder and (what := describe_zarr(store, path)):
+            return f"it is {what}"
+        for name in [name for name in names if name.endswith(_OTHER_SUFFIXES)][:files_left]:
+            files_left -= 1
+            file = posixpath.join(path, name)
+            if (there := store.stat(file)) and there.is_file and (what := _describe_file(store, file)):
+                described.append(f"{name} in it is {what}")
+                if not _NO_WEIGHTS.search(name):
+                    return described[-1]
+        if indexes := [name for name in names if name.endswith(_INDEX)][:files_left]:
+            files_left -= len(indexes)
+            if index := next((name for name in indexes if opens(posixpath.join(path, name))), None):
+                return f"{index} in it is a checkpoint of TensorFlow; open it by its own path"
+        folders += [name for name in inner if not store.is_link(posixpath.join(path, name))]
+    return described[0] if described else None
+
+
+def _newest_first(name: str) -> list[tuple[int, str]]:
+    """Returns a key that sorts names by their text, but by their numbers from large to small."""
+    parts = re.split("([0-9]+)", name)
+    return [(-int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
 def _zarr_of(names: Collection[str]) -> str | None:

@@ -174,7 +174,9 @@ class Archive:
         kind = key[1].name if type(key[1]) is Global else ""
         dtype = given[0].name if kind == _UNTYPED and given and type(given[0]) is Global else _STORAGES.get(kind, kind)
         if dtype not in DTYPES:
-            raise UnsupportedError(f"a tensor of the dtype {dtype:.100}; save it as another one: tensor.to(…)")
+            # PyTorch converts no floats of four bits.
+            advice = "tensor.to(torch.complex64)" if dtype == "complex32" else "tensor.view(torch.uint8)"
+            raise UnsupportedError(f"a tensor of the dtype {dtype:.100}; save it as another one, such as {advice}")
         check_shape(shape, self.name)
         final = dtypes.to_numpy(dtype)
         if type(offset) is not int or not 0 <= offset <= _MAX_SIZE or len(strides) != len(shape):
