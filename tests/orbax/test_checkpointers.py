@@ -32,11 +32,28 @@ def test_a_standard_checkpointer_saves_in_the_background(tmp_path: Path, write: 
         assert shapes == {"w": (4,), "n": ()}
 
 
+@pytest.mark.parametrize("write", ["treering", "orbax"])
+def test_a_checkpoint_has_the_mode_asked_for(tmp_path: Path, write: str) -> None:
+    files = ocp.options.FileOptions(path_permission_mode=0o700)
+    with ocp.StandardCheckpointer(file_options=files, write=write) as saver:
+        saver.save(tmp_path / "background", TREE)
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), file_options=files, write=write).save(tmp_path / "now", TREE)
+    context = ocp.v1.Context(write=write)
+    context.file.path_permission_mode = 0o700
+    with context:
+        ocp.v1.save(tmp_path / "v1", TREE)
+        ocp.v1.save_async(tmp_path / "v1_async", TREE).result()
+        with ocp.v1.training.Checkpointer(tmp_path / "run") as ckpts:
+            ckpts.save(1, TREE)
+    places = ("background", "now", "v1", "v1_async", "run", "run/1")
+    assert {place: oct((tmp_path / place).stat().st_mode & 0o777) for place in places} == dict.fromkeys(places, "0o700")
+
+
 @pytest.mark.parametrize("kind", [ocp.StandardCheckpointer, ocp.PyTreeCheckpointer])
 def test_an_existing_checkpoint_is_replaced_only_by_force(tmp_path: Path, kind: Any) -> None:
     saver = kind()
     saver.save(tmp_path / "a", TREE)
-    with pytest.raises(ValueError, match="expected a free path, found a checkpoint") as error:
+    with pytest.raises(ValueError, match=r"expected a free path, found a checkpoint; pass force=True") as error:
         saver.save(tmp_path / "a", {"w": jnp.zeros(4), "n": 0})
         saver.wait_until_finished()
     assert isinstance(error.value, FileExistsError)

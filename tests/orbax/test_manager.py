@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -122,6 +123,7 @@ def test_a_step_of_only_a_handlers_files_counts_and_is_restored(
             ckpts.save(step, args=args, metrics={"loss": float(step)})
     with manager(tmp_path, "orbax", best_fn=lambda found: -found["loss"], max_to_keep=2) as ours:
         assert ours.all_steps() == [1, 2, 3] and ours.best_step() == 1 and ours.metrics(2) == {"loss": 2.0}
+        assert ours.metrics(9) is None  # as in Orbax
         if several:
             assert ours.restore(3, args=ocp.args.Composite(own=restored())) == {"own": "own"}
             assert dict(ours.item_metadata(3)) == {}
@@ -543,7 +545,6 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
         {"num_deletion_threads": 3},
         {"async_options": ocp.AsyncOptions(timeout_secs=5)},
         {"read_only": True, "max_to_keep": 3},
-        {"file_options": ocp.options.FileOptions(path_permission_mode=0o750)},
         {"file_options": ocp.options.FileOptions(skip_sync_file_validations=True)},
     ],
 )
@@ -552,6 +553,26 @@ def test_options_without_effect_are_logged(options: dict[str, Any], caplog: pyte
     assert [one.levelno for one in caplog.records] == [logging.WARNING]
     if "read_only" in options:
         assert "CheckpointManagerOptions: read_only=True, so max_to_keep is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("write", ["treering", "orbax"])
+def test_steps_have_no_more_rights_than_asked_for(tmp_path: Path, write: str) -> None:
+    files = ocp.options.FileOptions(path_permission_mode=0o750)
+    with manager(tmp_path / "run", write, file_options=files) as ours:
+        save(ours, 1)
+    found = [stat.S_IMODE(os.stat(one).st_mode) for one in (tmp_path / "run", tmp_path / "run" / "1")]
+    with real.CheckpointManager(tmp_path / "real", options=real.CheckpointManagerOptions(file_options=files)) as theirs:
+        theirs.save(1, args=real.args.StandardSave(tree()))
+        theirs.wait_until_finished()
+    assert found == [stat.S_IMODE(os.stat(one).st_mode) for one in (tmp_path / "real", tmp_path / "real" / "1")]
+    assert [mode & 0o077 & ~0o050 for mode in found] == [0, 0]
+
+
+def test_a_bucket_has_no_mode_of_steps(caplog: pytest.LogCaptureFixture) -> None:
+    files = ocp.options.FileOptions(path_permission_mode=0o750)
+    with ocp.CheckpointManager("memory://modes/run", options=Options(file_options=files)) as ours:
+        save(ours, 1)
+    assert "path_permission_mode has no effect" in caplog.text
 
 
 def test_a_manager_that_only_reads(tmp_path: Path) -> None:

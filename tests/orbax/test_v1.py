@@ -320,12 +320,12 @@ def test_no_option_is_ignored_silently(tmp_path: Path, caplog: pytest.LogCapture
             ocp.save(tmp_path / "a", tree())
     context = ocp.Context()
     context.array.saving.use_zarr3 = False
-    context.file.path_permission_mode = 0o700
+    context.file.skip_sync_file_validations = True
     context.pathways.checkpointing_impl = pathways.CheckpointingImpl.NO_DISPATCHER
     context.array.saving.scoped_storage_options_creator = lambda path, leaf: None
     with caplog.at_level(logging.WARNING), context:
         ocp.save(tmp_path / "a", tree())
-    assert "array.saving.use_zarr3= has no effect" in caplog.text and "file.path_permission_mode" in caplog.text
+    assert "array.saving.use_zarr3= has no effect" in caplog.text and "file.skip_sync_file_validations" in caplog.text
     assert "pathways" not in caplog.text and "scoped" not in caplog.text
     with pytest.raises(TypeError, match="expected one of"):
         ocp.Context(arrays_options=None)

@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import random
+import re
 import signal
 import tracemalloc
 import types
@@ -200,6 +201,7 @@ class _Dataset:  # such as those of TensorFlow, PyTorch and Hugging Face, which 
         (_Dataset(), r"_Dataset; put iter\(…\) of it into the tree"),
         ({1}, "set; convert it to an array"),
         (signal.SIGTERM, "Signals; convert it to an array"),
+        (re.DOTALL, "RegexFlag; convert it to an array"),
         (collections.UserString("a"), "UserString; convert it to an array"),
     ],
 )

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import treering
@@ -178,6 +179,8 @@ def test_keys_that_cannot_be_sorted_are_refused_by_name() -> None:
 def test_keys_of_other_types_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"the key frozenset\(\{1\}\) is a frozenset; keys may be str"):
         walk.flatten_tree({"a": {frozenset([1]): 3}})
+    with pytest.raises(UnsupportedError, match=r"is a numpy\.bool_?; keys may be str"):
+        walk.flatten_tree({np.True_: 3})
     with pytest.raises(UnsupportedError, match=r"the key \('a', None\) has a NoneType in it; .* a tuple of"):
         walk.flatten_tree({"a": {("a", None): 3}})
 

@@ -37,16 +37,22 @@ def key_text(key: object) -> str:
         return str(key)
     if type(key) is bytes:
         return key_text(key.decode("utf-8", "backslashreplace"))
-    what = f"is a {type(key).__name__}"
+    what = f"is a {_type_name(key)}"
     if type(key) is tuple:
         parts = [_quoted(part) if type(part) is str else str(part) for part in key]
         odd = [part for part in key if type(part) not in (str, int, bool, float)]
         if not odd:
             return key_text(f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})")
-        what = f"has a {type(odd[0]).__name__} in it"
+        what = f"has a {_type_name(odd[0])} in it"
     raise UnsupportedError(
         f"the key {key!r:.100} {what}; keys may be str, int, bool, float, bytes, or a tuple of str, int, bool and float"
     )
+
+
+def _type_name(key: object) -> str:
+    """Returns the name of a type, which for a boolean of NumPy is not that of Python's."""
+    module, name = type(key).__module__, type(key).__qualname__
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 def _quoted(text: str) -> str:

@@ -5,6 +5,7 @@ An iterator has the methods `get_state` and `set_state`, like those of Grain, or
 too.
 """
 
+import enum
 import functools
 import logging
 import operator
@@ -22,7 +23,7 @@ _log = logging.getLogger("treering")
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("getstate", "setstate"))
 # Libraries whose iterable objects are no pipelines of data.
 _NO_PIPELINES = ("builtins", "collections", "equinox", "flax", "jax", "jaxlib", "numpy", "optax")
-_CONTAINERS = (str, bytes, list, tuple, Mapping, Set)
+_CONTAINERS = (str, bytes, list, tuple, Mapping, Set, enum.Flag)
 # The class of `tf.data.Dataset.as_numpy_iterator()`. It is recognized by its name, because other classes, such as those
 # that save entire models, have methods `save` and `restore` too.
 _TENSORFLOW_TYPE = ("tensorflow.python.data.ops.dataset_ops", "NumpyIterator")

@@ -8,7 +8,7 @@ from .._save.pending import PendingSave
 from ..errors import ExistsError
 from . import handlers, items, one_shot
 from .arguments import StandardRestore, StandardSave
-from .errors import CheckpointExistsError, check_processes, warn_unused
+from .errors import check_processes, exists_error, warn_unused
 from .metadata import StepMetadata
 from .namespaces import lacks, lookup
 from .options import MultiprocessingOptions
@@ -45,14 +45,13 @@ class Checkpointer:
         check_processes(multiprocessing_options)
         warn_unused(
             type(self).__name__,
-            path_permission_mode=(getattr(file_options, "path_permission_mode", None), None),
             skip_sync_file_validations=(getattr(file_options, "skip_sync_file_validations", False), False),
             atomicity_options=(atomicity_options, None),
             checkpoint_metadata_store=(checkpoint_metadata_store, None),
             temporary_path_class=(temporary_path_class, None),
         )
         items.format_options(write, several=False)  # An unknown format fails here.
-        self._handler, self._write = handler, write
+        self._handler, self._write, self._file_options = handler, write, file_options
         self._pending: PendingSave | None = None
         self._after: Callable[[], None] | None = None
 
@@ -88,6 +87,9 @@ class Checkpointer:
             write=self._write,
             background=self._background,
         )
+        self._restricted = one_shot.restrict_later(self._pending, directory, self._file_options)
+        if self._pending is None:
+            self._restricted()
 
     def restore(self, directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Restores the checkpoint at a path, written by Treering or by Orbax.
@@ -111,7 +113,8 @@ class Checkpointer:
             try:
                 pending.result()
             except ExistsError as error:
-                raise CheckpointExistsError(*error.args) from error
+                raise exists_error(error) from error
+            self._restricted()
             if self._after is not None:
                 self._after()
 

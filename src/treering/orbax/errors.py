@@ -15,6 +15,11 @@ class CheckpointExistsError(ExistsError, ValueError):
     __str__ = ExistsError.__str__
 
 
+def exists_error(error: ExistsError) -> CheckpointExistsError:
+    """Returns the error of an existing path for a call whose argument is `force`."""
+    return CheckpointExistsError(str(error).replace("overwrite=True", "force=True"))
+
+
 class ItemNotFoundError(NotFoundError, KeyError, ValueError):
     """A checkpoint has no item of that name."""
 

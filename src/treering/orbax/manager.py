@@ -17,7 +17,7 @@ from . import multihost
 from .errors import StepAlreadyExistsError
 from .manager_items import ManagerItems, agree
 from .metadata import RootMetadata, step_metadata
-from .options import CheckpointManagerOptions, best_of, preservation_policy, save_policy
+from .options import CheckpointManagerOptions, best_of, preservation_policy, restrict, save_policy
 from .policies import CheckpointInfo, DecisionContext, as_keep, decides_alike
 from .run import OrbaxRun, as_path, directory_of
 
@@ -59,7 +59,7 @@ class CheckpointManager:
         if logger is not None:
             _log.warning("CheckpointManager: logger= has no effect; Treering logs to the logger 'treering'")
         self._run.check_layout()
-        self._run.make_root(options.create)
+        self._run.make_root(options)
         self._last_begun: CheckpointInfo | None = None
         self._unchecked: int | None = None  # the step of the last save, until a later call looks if it succeeded
         self._steps: list[int] | None = None  # those at the last look; None after a change
@@ -286,14 +286,15 @@ class CheckpointManager:
         return step_metadata(ckpt, self._items.metadata(ckpt))
 
     def metrics(self, step: int) -> dict[str, float] | None:
-        """Returns the metrics of a step; None if it has none."""
-        return self._run.open(step).metrics or None
+        """Returns the metrics of a step; None if it has none, or if there is no such step."""
+        return (self._run.open(step).metrics or None) if self._run.has_step(step) else None
 
 
 def _on_commit(options: CheckpointManagerOptions) -> Callable[[tr.SaveReport], None]:
     """Returns what follows each commit. It must not refer to the manager: a cycle would delay its lease's release."""
 
     def call(report: tr.SaveReport) -> None:
+        restrict(report.path, options.file_options)
         callback = getattr(options.async_options, "post_finalization_callback", None)
         if callback is not None:
             callback()

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,6 +15,7 @@ from .._run.removal import remove
 from .._run.run_layout import RunLayout
 from .._save.pending import PendingSave
 from .._save.save import save, save_async
+from .._threads.thread import Thread, start_threads
 from ..errors import ExistsError, NotFoundError
 from ..formats.orbax.owned_files import owned_files
 from ..formats.orbax.run import unpublish
@@ -22,10 +23,11 @@ from ..formats.treering import pins, summary
 from ..stores.file_io import files_in, is_folder
 from ..stores.store import Store
 from . import items, nodes, registration
-from .errors import CheckpointExistsError
+from .errors import CheckpointExistsError, exists_error
 from .items import part_of
 from .manager_items import agree
 from .metadata import StepMetadata, step_metadata
+from .options import restrict
 from .registration import handler_kind, handlers_in
 from .step import step_or_none
 
@@ -64,8 +66,26 @@ def save_at(
             return save_async(directory, tree, overwrite=force, step=numbered, metadata=metadata, **options)
         save(directory, tree, overwrite=force, step=numbered, metadata=metadata, **options)
     except ExistsError as error:
-        raise CheckpointExistsError(*error.args) from error
+        raise exists_error(error) from error
     return None
+
+
+def restrict_later(pending: PendingSave | None, place: Any, file_options: Any) -> Callable[[], None]:
+    """Sets the mode of a checkpoint once it is committed, also if the program ends before.
+
+    Returns a function that waits for it.
+    """
+    if pending is None or getattr(file_options, "path_permission_mode", None) is None:
+        return lambda: restrict(place, file_options)
+
+    def run() -> None:
+        pending._finished.wait()
+        if not pending.failed:
+            restrict(place, file_options)
+
+    thread = Thread(target=run, name="treering-mode")
+    start_threads(thread)
+    return thread.join
 
 
 def _found(place: str, format: str, force: bool) -> str | None:

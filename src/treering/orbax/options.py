@@ -4,10 +4,13 @@ import dataclasses
 import datetime
 import enum
 import logging
+import os
 import re
+import stat
 from collections.abc import Callable, Container
 from typing import Any
 
+from .. import stores
 from ..errors import UnsupportedError
 from .namespaces import lookup, unsupported_name
 from .policies import (
@@ -42,9 +45,13 @@ class MultiprocessingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class FileOptions:
-    """Options of files. They have no effect; a manager or checkpointer that is given one logs a warning.
+    """Options of files.
 
-    The umask decides who may read. Treering checks each sync.
+    path_permission_mode: what others may do with the directory of a checkpoint, such as 0o750, and with that of a run
+        that the manager makes. As in Orbax, it adds no right that the umask takes away. A directory gets its mode right
+        after its commit; the files in it have that of the umask. In a bucket it has no effect, which is logged.
+
+    The other option has no effect, which is logged: Treering checks each sync.
     """
 
     path_permission_mode: int | None = None
@@ -127,10 +134,6 @@ _WITHOUT_EFFECT = {
     "num_deletion_threads": "Treering deletes in one background thread",
     "atomicity_options": "Treering always commits a step in one operation",
     "temporary_path_class": "Treering always commits a step in one operation",
-}
-_WITHOUT_EFFECT_ON_FILES = {
-    "path_permission_mode": "set the umask of the process instead",  # Kauldron always passes one.
-    "skip_sync_file_validations": "Treering checks each sync",
 }
 
 
@@ -218,15 +221,26 @@ class CheckpointManagerOptions:
                 f"multiprocessing_options={several!r:.200}: expected primary_host=0 and active_processes=None, because "
                 "all processes of a job save together; for a disk on each host see docs/how-to/local-tier.md"
             )
-        for name, reason in _WITHOUT_EFFECT_ON_FILES.items():
-            if getattr(self.file_options, name, None) not in (None, False):
-                _log.warning("file_options: %s has no effect: %s", name, reason)
+        if getattr(self.file_options, "skip_sync_file_validations", False):
+            _log.warning("file_options: skip_sync_file_validations has no effect: Treering checks each sync")
         waits = self.async_options
         if waits is not None and (getattr(waits, "barrier_sync_fn", None) or waits.timeout_secs != 1200):
             _log.warning(
                 "async_options: timeout_secs and barrier_sync_fn have no effect; Treering waits as long as all "
                 "processes live"
             )
+
+
+def restrict(directory: str | os.PathLike[str], file_options: Any) -> None:
+    """Takes the rights to a directory that `path_permission_mode` lacks; its owner keeps all."""
+    if (mode := getattr(file_options, "path_permission_mode", None)) is None:
+        return
+    path = stores.absolute(directory)
+    disk = getattr(stores.get(path), "disk", None)
+    if disk is None:
+        _log.warning("%s: path_permission_mode has no effect: only directories on a disk have a mode", path)
+    elif (found := disk.stat(path)) is not None:
+        disk.set_mode(path, stat.S_IMODE(found.st_mode) & (mode | ~0o077))
 
 
 def save_policy(options: CheckpointManagerOptions) -> SaveDecisionPolicy:

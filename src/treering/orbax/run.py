@@ -18,7 +18,7 @@ from ..errors import MismatchError, UnsupportedError
 from ..formats.orbax.run import read_run_metadata, write_run_metadata
 from ..keep import Policy
 from .items import format_options
-from .options import CheckpointManagerOptions
+from .options import CheckpointManagerOptions, restrict
 from .policies import CheckpointInfo, info_of
 
 T = TypeVar("T")
@@ -78,13 +78,14 @@ class OrbaxRun(Checkpointer):
         if (found := self.load_metadata()) != json.loads(json.dumps(dict(metadata))) and metadata:
             _log.warning("%s: the metadata of the run stay as an earlier job wrote them: %.200r", self.directory, found)
 
-    def make_root(self, create: bool) -> None:
+    def make_root(self, options: CheckpointManagerOptions) -> None:
         """Makes the directory of the run. A manager that must not make it waits for another job to do so."""
         store = stores.get(self.directory)
         if not store.has_folders or store.stat(self.directory):
             return
-        if create and not _is_secondary_process():
+        if options.create and not _is_secondary_process():
             store.make_folders(self.directory, [])
+            restrict(self.directory, options.file_options)
 
     def has_step(self, step: int) -> bool:
         """Returns True for one of `steps`. Does not look at the others."""

@@ -84,6 +84,7 @@ class Checkpointer(StepReader):
             step_name_format=as_standard(step_name_format),
             cleanup_tmp_directories=cleanup_tmp_directories,
             lightweight_initialize=lightweight_initialize,
+            file_options=context.file,
             async_options=AsyncOptions(post_finalization_callback=callback),
         )
         manager = CheckpointManager(directory, options=options, metadata=custom_metadata, write=context.write)

@@ -37,6 +37,7 @@ _HONORED = frozenset(
         "array.saving.scoped_storage_options_creator",
         "asynchronous.post_finalization_callback",
         "file.path_class",
+        "file.path_permission_mode",
         "checkpointables.registry",
         "memory.write_concurrent_bytes",
     )

@@ -13,6 +13,7 @@ from ..._threads.thread import Thread, start_threads
 from ...errors import ExistsError, MismatchError
 from .. import items, nodes
 from ..errors import CheckpointExistsError, NoEntryError, UnsupportedValueError
+from ..one_shot import restrict_later
 from . import registry
 from .context import Context, get_context
 from .options import CheckpointLayout
@@ -127,16 +128,22 @@ def _start(
         pending = begin(path, tree, overwrite=overwrite, metadata=metadata, **options)
     except ExistsError as error:
         raise CheckpointExistsError(*error.args) from error
-    response: AsyncResponse[None] = AsyncResponse(lambda timeout: _result(pending, timeout))
+    background = pending if isinstance(pending, PendingSave) else None
+    restricted = restrict_later(background, path, context.file)
+    if background is None:
+        restricted()
+    response: AsyncResponse[None] = AsyncResponse(lambda timeout: _result(background, restricted, timeout))
     if callback is not None:
         response.on_complete(lambda _: callback())
     return response
 
 
-def _result(pending: Any, timeout: float | None) -> None:
+def _result(pending: PendingSave | None, restricted: Callable[[], None], timeout: float | None) -> None:
+    if pending is None:
+        return
     try:
-        if isinstance(pending, PendingSave):
-            pending.result(timeout)
+        pending.result(timeout)
+        restricted()
     except ExistsError as error:
         raise CheckpointExistsError(*error.args) from error
 
