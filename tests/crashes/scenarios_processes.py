@@ -98,7 +98,7 @@ def _save_together(path: Path, label: str, *, overwrite: bool, count: int = 3) -
             options = SaveOptions("treering", overwrite, (), None, None, False, False, {})
             plan = prepare(target_of(call, str(path), encode_info(None, None, None), options), tree(label))
             plan.caller.run()
-            with ThreadPool(1) as crew:
+            with contextlib.closing(ThreadPool(1)) as crew:
                 write.write(plan, crew)
         except BaseException as error:
             errors.append(error)

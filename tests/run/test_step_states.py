@@ -405,7 +405,7 @@ class RunningJob:
             run.acquire_for_save()
             Retention(run, None).before_write()
         plan.caller.run()
-        with ThreadPool(1) as pool:
+        with contextlib.closing(ThreadPool(1)) as pool:
             write.write(plan, pool)
 
         def on_commit() -> None:

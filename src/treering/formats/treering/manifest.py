@@ -1,6 +1,6 @@
 """Reads and writes the manifest of format version 1, ``treering.json``. `docs/format.md` specifies it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -56,7 +56,7 @@ class _Sealed(msgspec.Struct, frozen=True):
 preload_decoders(_Sealed, *_LARGE_FIELDS.values())
 
 
-xxh3 = xxhash.xxh3_64_hexdigest  # the checksums of the format: 16 hexadecimal digits of XXH3-64
+xxh3: Callable[[Any], str] = xxhash.xxh3_64_hexdigest  # the checksums of the format: 16 hexadecimal digits of XXH3-64
 
 
 def seal(content: msgspec.Struct) -> bytes:
