@@ -36,7 +36,7 @@ _TESTS_OF_FILES = {
     "_save/save_manifest.py": ("tests/formats/test_box_levels.py", "tests/publish/test_publisher.py"),
 }
 _FOLDERS = {
-    "_publish": ("tests/publish", "tests/formats/test_weight_deltas.py", "tests/cli"),
+    "_publish": ("tests/publish", "tests/formats/test_weight_streams.py", "tests/cli"),
     "_save": ("tests/save", "tests/run"),
     "_restore": ("tests/restore", "tests/formats/test_treering.py"),
     "formats/treering": (

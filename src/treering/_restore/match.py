@@ -80,7 +80,7 @@ def match(
         mixture = Mixture.of(flat_tree, entries, as_written, differences)
         attempt = mixture.attempt(dequantized)
         differences = mixture.with_hints(differences, attempt)
-        from .mismatch_hints import suggest_fix  # Imported here, because only this error needs the rules.
+        from .likely_cause import suggest_fix  # Imported here, because only this error needs the rules.
 
         try:
             cause = suggest_fix(flat_tree, as_written, skeleton, policy, differences, compare, grown, mixture, attempt)

@@ -20,7 +20,7 @@ from ..stores.file_io import is_folder, opened
 from ..stores.nfs import warn_unlistable
 from ..stores.read_errors import UnreadableError, reading
 from ..stores.store import Stat, Store
-from ._shared import file_signatures
+from ._shared import unknown_files
 
 if TYPE_CHECKING:
     from .._core.calls import Call
@@ -272,7 +272,7 @@ def detect(store: Store, path: str) -> Format:
             reasons.append(f"  {format.name}: {reason}")
     for ending in ("", ".index"):  # A path of TensorFlow's format is only a prefix of file names.
         file_io.check_all_fetched(store, path + ending, levels=2)
-    what = file_signatures.describe(store, path, lambda inner: is_known(store, inner))
+    what = unknown_files.describe(store, path, lambda inner: is_known(store, inner))
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
     raise UnsupportedError("\n".join([head, *reasons]))
 
@@ -331,7 +331,7 @@ def is_damaged_step(store: Store, path: str, file: str, begins: Callable[[bytes]
             return False
         with opened(store, file) as blob:
             data = blob.read_up_to(DAMAGED_PREFIX_BYTES)
-    return (not data.strip(b"\0") or begins(data)) and not is_known(store, path) and not file_signatures.is_other(data)
+    return (not data.strip(b"\0") or begins(data)) and not is_known(store, path) and not unknown_files.is_other(data)
 
 
 def may_be_file(store: Store, path: str) -> bool:

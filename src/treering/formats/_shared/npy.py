@@ -9,7 +9,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ...errors import CorruptError, UnsafeError, UnsupportedError
-from .file_signatures import NPY_MAGIC
+from .unknown_files import NPY_MAGIC
 
 _MAX_HEADER_BYTES = 1 << 16
 _SHAPE = r"\(((?:\d{1,19}L?, *)*(?:\d{1,19}L?)?)\)"

@@ -12,8 +12,8 @@ from ...errors import CorruptError, MismatchError
 from ...stores.file_io import opened
 from ...stores.read_errors import reading
 from ...stores.store import Store
-from .._shared.file_signatures import NPY_MAGIC as MAGIC
 from .._shared.format_parts import FormatDefaults, refuses_file
+from .._shared.unknown_files import NPY_MAGIC as MAGIC
 
 _SUFFIX = ".eqx"
 MAX_LINE_BYTES = 1 << 20  # bytes of the line of JSON; longer lines are not recognized

@@ -7,8 +7,8 @@ from ..._core.source import Source
 from ...stores.file_io import opened
 from ...stores.read_errors import refusal
 from ...stores.store import Store
-from .._shared.file_signatures import HDF5_MAGIC
 from .._shared.format_parts import ReadOnly
+from .._shared.unknown_files import HDF5_MAGIC
 
 _INDEX = ".weights.json"  # the ending of the name of an index of files
 _ARCHIVE = ".keras"

@@ -15,7 +15,7 @@ from ..._core import dtypes
 from ...errors import CorruptError, TreeringError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 from .._shared.extents import check_shape
-from .._shared.file_signatures import HDF5_MAGIC
+from .._shared.unknown_files import HDF5_MAGIC
 from .types import Kind, TypeRefused, parse_type
 
 UNDEFINED = (1 << 64) - 1  # the address of nothing

@@ -7,8 +7,8 @@ tuples around tensors, numbers and text.
 from ..._core.source import Source
 from ...stores.file_io import open_fetched
 from ...stores.store import Store
-from .._shared.file_signatures import TORCH_CHUNKS, TORCH_PICKLE
 from .._shared.format_parts import ReadOnly, refuses_zip
+from .._shared.unknown_files import TORCH_CHUNKS, TORCH_PICKLE
 
 
 class Torch(ReadOnly):

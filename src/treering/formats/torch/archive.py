@@ -13,9 +13,9 @@ from ..._core.entries import ArrayType
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Blob
 from .._shared.extents import Runs, check_shape
-from .._shared.file_signatures import RESAVE_TORCH, TORCH_PICKLE
 from .._shared.pickles import Global, Made, Persistent, attribute_names, read_pickle
 from .._shared.reader import Stored
+from .._shared.unknown_files import RESAVE_TORCH, TORCH_PICKLE
 from .._shared.zips import ZipMember, damage_of, locate, open_zip
 
 _SLICE_BYTES = 16 << 20  # bytes in memory while a checksum is computed

@@ -13,8 +13,8 @@ from ...errors import UnsupportedError
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .. import accepts, get, names
-from .._shared.file_signatures import describe_zarr
 from .._shared.format_parts import ReadOnly
+from .._shared.unknown_files import describe_zarr
 
 
 class Zarr(ReadOnly):

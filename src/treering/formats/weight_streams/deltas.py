@@ -22,12 +22,12 @@ from ..._core.entries import ArrayEntry
 from ..._core.source import Source
 from ...errors import CorruptError, UnsafeError, UnsupportedError
 from ...stores.store import Store
+from .._shared.reader import ForeignReader, Stored, check_file
+from .._shared.zstd import unpack
 from ..safetensors import FORMAT as SAFETENSORS
 from ..safetensors.folder import SUFFIX
 from ..safetensors.read import open_file
 from ..safetensors.schema import path_of
-from .reader import ForeignReader, Stored, check_file
-from .zstd import unpack
 
 _MAX_CHAIN = 100_000  # versions back to a complete one
 

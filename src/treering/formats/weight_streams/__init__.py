@@ -1,6 +1,6 @@
 """Published versions of weights, most of them differences to an earlier one, as slime and SkyRL write them.
 
-slime, miles and vime publish them for SGLang's `/pull_weights`. `weight_deltas` reads the versions of both.
+slime, miles and vime publish them for SGLang's `/pull_weights`. `deltas` reads the versions of both.
 """
 
 import posixpath
@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from .._core.source import Source
-from .._threads.preload_decoders import preload_decoders
-from ..errors import CorruptError, UnsupportedError
-from ..stores.file_io import read_file
-from ..stores.read_errors import refusal
-from ..stores.store import Store
-from ._shared import strict_json
-from ._shared.format_parts import FormatDefaults
-from .safetensors.folder import Index, index_of
+from ..._core.source import Source
+from ..._threads.preload_decoders import preload_decoders
+from ...errors import CorruptError, UnsupportedError
+from ...stores.file_io import read_file
+from ...stores.read_errors import refusal
+from ...stores.store import Store
+from .._shared import strict_json
+from .._shared.format_parts import FormatDefaults
+from ..safetensors.folder import Index, index_of
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "manifest.json"
@@ -47,16 +47,16 @@ class DeltaStream(FormatDefaults):
             return refusal(error, path)
 
     def open(self, store: Store, path: str) -> Source:
-        from ._shared.weight_deltas import open_version
+        from .deltas import open_version
 
         return open_version(self, store, path)
 
     def read_delta(self, store: Store, path: str) -> Any:
-        """Returns the `weight_deltas.VersionDelta` of a version; None for a complete one. Raises `CorruptError`."""
+        """Returns the `deltas.VersionDelta` of a version; None for a complete one. Raises `CorruptError`."""
         raise NotImplementedError
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        from .safetensors import FORMAT as SAFETENSORS
+        from ..safetensors import FORMAT as SAFETENSORS
 
         found = {number: name for name in names if (number := self._number_of(name)) is not None}
         return {
@@ -91,7 +91,7 @@ class Slime(DeltaStream):
         return _index(store, path) is not None
 
     def read_delta(self, store: Store, path: str) -> Any:
-        from ._shared.weight_deltas import TensorDelta, VersionDelta, check_known
+        from .deltas import TensorDelta, VersionDelta, check_known
 
         if (index := _index(store, path)) is None:
             return None
@@ -152,7 +152,7 @@ class SkyRL(DeltaStream):
         return _manifest(store, path) is not None
 
     def read_delta(self, store: Store, path: str) -> Any:
-        from ._shared.weight_deltas import TensorDelta, VersionDelta, check_known
+        from .deltas import TensorDelta, VersionDelta, check_known
 
         if (found := _manifest(store, path)) is None:
             return None
