@@ -81,7 +81,7 @@ def _copy_twice(steps: int, disks: str) -> Callable[..., None]:
             for step in range(1, steps + 1):
                 ckpts.save(step, tree(100 + step))
                 ckpts.wait()
-                copies = directory.together._copies
+                copies = directory.host_changes._copies
                 copies.wait()
                 if not job.rank and copies.is_safe(directory.local.step_path(step)):
                     job.report(f"local: {step}")

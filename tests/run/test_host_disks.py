@@ -507,7 +507,7 @@ def test_steps_are_restored_from_the_disks_alone(
 COPIED = """
 ckpts = run(upload_limit=1, local_copies=2)
 save(ckpts, 1, 2)
-ckpts._directory.together._copies.wait()
+ckpts._directory.host_changes._copies.wait()
 report([one.survives for one in ckpts.copies(2)])
 sync("copied")
 os.kill(os.getpid(), signal.SIGKILL)
@@ -542,7 +542,7 @@ def test_a_new_host_gets_copies_of_earlier_steps(tmp_path: pathlib.Path, first: 
 ckpts = run(upload_limit=1, local_copies=2, keep_local=None)
 ckpts.restore(template)
 save(ckpts, 3)
-ckpts._directory.together.wait_for_copies()
+ckpts._directory.host_changes.wait_for_copies()
 report(Lines.text)
 sync("copied")
 os.kill(os.getpid(), signal.SIGKILL)
@@ -575,7 +575,7 @@ host_files.adopt_manifest = fail if INDEX else real
 ckpts = run(local_copies=2)
 ckpts.save(1, {"n": 1})
 ckpts.wait()
-ckpts._directory.together.wait_for_copies()
+ckpts._directory.host_changes.wait_for_copies()
 host_files.adopt_manifest = real
 save(ckpts, 2)
 ckpts.close()

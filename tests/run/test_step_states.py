@@ -390,12 +390,12 @@ class RunningJob:
                 self._drop([step])
 
         def reserve() -> Any:
-            return run.reserve_step(step, on_exists, ()), run.together and run.together.orders()
+            return run.reserve_step(step, on_exists, ()), run.host_changes and run.host_changes.orders()
 
         (path, overwrite), orders = call.broadcast(reserve)
-        if run.together:
-            path = run.together.prepare(path, orders, run.back_to)
-        hosts = tuple(range(call.count)) if run.together else None
+        if run.host_changes:
+            path = run.host_changes.prepare(path, orders, run.back_to)
+        hosts = tuple(range(call.count)) if run.host_changes else None
         options = SaveOptions(
             "treering", overwrite, (), None, None, True, False, {}, hosts=hosts, copies=self.world.copies
         )
