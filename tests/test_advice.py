@@ -153,7 +153,6 @@ NOTHING_TO_RUN = {
     "handler for item=…": "it says what the caller has passed",
     "…(…, alpha=…): expected alpha": "it says what may be passed",
     "…: tr.rules.…": "it says why a rule fails",
-    "tensor.to(…)": "any other dtype will do",
 }
 
 

@@ -171,7 +171,7 @@ def processes(count: int) -> Iterator[ThreadJob]:
         numbers[index, what] = number = numbers.get((index, what), 0) + 1
         return ThreadCall(job, index, f"{what} {number}")
 
-    def job_of_thread() -> tuple[Any, int, int] | None:
+    def job_of_thread(what: str | None = None) -> tuple[Any, int, int] | None:
         index = current_process()
         return None if index is None or count == 1 else (job, index, count)
 

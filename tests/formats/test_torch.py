@@ -289,8 +289,10 @@ def test_advice_for_what_cannot_be_read(tmp_path: Path) -> None:
     """PyTorch casts no floats of four bits, and `treering.orbax` has no handlers for its files."""
     numbers, hooks = np.zeros(2, np.uint16), Call("collections", "OrderedDict")
     pairs = rebuilt("_rebuild_tensor_v3", numbers, 0, (4,), (1,), False, hooks, Name("torch", "float4_e2m1fn_x2"))
+    halves = rebuilt("_rebuild_tensor_v3", numbers, 0, (1,), (1,), False, hooks, Name("torch", "complex32"))
     for leaf, advice in [
         (pairs, r"such as tensor\.view\(torch\.uint8\)\n"),
+        (halves, r"such as tensor\.to\(torch\.complex64\)\n"),
         (Call("a", "B"), r"library that wrote it\n"),
     ]:
         (tmp_path / "x.pt").write_bytes(archive({"w": leaf}))

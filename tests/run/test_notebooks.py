@@ -295,7 +295,7 @@ print("still here")
 def test_reprs_are_short_and_read_nothing(tmp_path: pathlib.Path) -> None:
     tree = {"params": [np.ones((2, 3), np.float32)] * 500, "step": 7}
     report = tr.save(tmp_path / "c", tree, step=7)
-    assert repr(report).startswith(f"<SaveReport {tmp_path}/c: 0.") and len(repr(report)) < 200 + len(str(tmp_path))
+    assert repr(report).startswith(f"<SaveReport {tmp_path}/c: ") and len(repr(report)) < 200 + len(str(tmp_path))
     ckpt = tr.open(tmp_path / "c")
     (tmp_path / "c").rename(tmp_path / "gone")  # Any read fails now.
     lines = repr(ckpt).splitlines()
