@@ -223,7 +223,7 @@ class _Running:
         disk.running = self
         stores.register(stores.Filesystem(disk))
         assignment._MIN_CUT_BYTES = 8  # small, so that each process writes something
-        exchange.peers.join = lambda call, store, root, host: _Peers(self, call.index, host)  # type: ignore[assignment]
+        exchange.peer_files.join = lambda call, store, root, host: _Peers(self, call.index, host)  # type: ignore[assignment]
 
     def report(self, *what: Any) -> None:
         self.job.check_alive()

@@ -132,7 +132,7 @@ class Meeting:
         self._verdict = step_states.merge(disks, generations, self._remote_identity, is_empty=is_empty)
 
     def _take(self, answers: Sequence[Any], lock: Callable[[], Any]) -> list[Any]:
-        """Adopts the notes that other disks have sent. Returns what `hold` does."""
+        """Adopts the notes that other disks have sent. Returns what `run` returns."""
         found = [(name, notes) for answer in filter(None, answers) for name, notes in answer.items()]
         if found:
             try:
