@@ -79,9 +79,8 @@ class CheckpointCopy(NamedTuple):
     def base_name(self) -> str | None:
         """Returns the name of the step that this one is stored as a difference to, if its manifest says one."""
         with contextlib.suppress(CorruptError, UnsupportedError, FileNotFoundError, PermissionError):
-            if base := manifest.summarize(
-                read_file(self.source_store, summary.manifest_path(self.path)), self.path
-            ).base:
+            data = read_file(self.source_store, summary.manifest_path(self.path))
+            if base := manifest.summarize(data, self.path).base:
                 return base.name
         return None
 
@@ -258,7 +257,7 @@ def copy_checkpoints(
     with lock or contextlib.nullcontext():
         # The newest first: a job that needs the copy after an interrupt continues from the newest step.
         ledger = Ledger(max_checkpoints=2)
-        for one in _bases_first([*reversed(same)]):
+        for one in _bases_first(same):
             is_same = same[one]
             with done._noting_failures(one, single):
                 if not is_same:
@@ -277,20 +276,23 @@ def copy_checkpoints(
     return done
 
 
-def _bases_first(pairs: Sequence[CheckpointCopy]) -> list[CheckpointCopy]:
-    """Returns the checkpoints in this order, but each base before what is made from it: alone that cannot be read."""
-    by_name = {posixpath.basename(one.path): one for one in pairs}
-    order: list[CheckpointCopy] = []
+def _bases_first(same: dict[CheckpointCopy, bool | None]) -> Iterator[CheckpointCopy]:
+    """Yields the newest checkpoint first, but each base before what is made from it: a difference alone is unreadable.
+
+    The manifest of a checkpoint to copy is read when its turn comes.
+
+    same: for each checkpoint, ascending, True if the target has it already.
+    """
+    by_name = {posixpath.basename(one.path): one for one in same}
     placed: set[CheckpointCopy] = set()
-    for one in pairs:
+    for one in reversed(same):
         chain: list[CheckpointCopy] = []
         at: CheckpointCopy | None = one
         while at and at not in placed:
             placed.add(at)
             chain.append(at)
-            at = by_name.get(at.base_name() or "")
-        order += reversed(chain)
-    return order
+            at = None if same[at] else by_name.get(at.base_name() or "")
+        yield from reversed(chain)
 
 
 def _warn_of_others(store: Store, run: str) -> None:
