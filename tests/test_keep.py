@@ -25,6 +25,8 @@ def test_last() -> None:
     assert keep.last(2).kept(saved(1, 5, 9)) == {5, 9}
     assert keep.last(5).kept(saved(1, 5)) == {1, 5}
     assert keep.last(1).kept([]) == set()
+    with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for \|: 'Policy' and 'int'"):
+        keep.last(2) | 3  # type: ignore[operator]  # pyright: ignore
 
 
 def test_best_in_both_modes_with_ties_and_nan() -> None:

@@ -201,6 +201,8 @@ def test_differences_of_large_integers_and_of_infinities(tmp_path: pathlib.Path)
         return tr.diff({"x": np.array(a)}, {"x": np.array(b)}).values["x"]
 
     assert change([2**60, 5], [2**60 + 1, 5]).largest == 1
+    assert change([1, 2], [1, 3]).cosine is change([True, False], [True, True]).cosine is None
+    assert change([1.0, 2.0], [1.0, 3.0]).cosine == pytest.approx(7 / 50**0.5)
     assert change([-(2**63)], [2**63 - 1]).largest == float(2**64 - 1)
     assert (
         tr.diff({"x": np.array([2**64 - 1], "uint64")}, {"x": np.array([2**64 - 2], "uint64")}).values["x"].largest == 1
@@ -381,6 +383,7 @@ def test_half_a_copy_is_named(tmp_path: pathlib.Path, treering: Any, removed: st
     assert treering("ls", tmp_path / "copy").out.count("unfinished" if removed == "treering.json" else "damaged") == 1
     if removed == "treering.json":
         assert found.code == 0 and report.ok and report.unfinished == ("step-00000003",)
+        assert "all good, 1 unfinished step not checked\n" in found.out
         found = treering("cp", tmp_path / "copy", tmp_path / "other")
         assert found.code == 0 and "unfinished steps are not copied: step-00000003\n" in found.err
     else:

@@ -939,7 +939,7 @@ def until(condition: Any) -> None:
 
 
 @pytest.mark.slow
-def test_follow_yields_each_step_once_until_finished(tmp_path: pathlib.Path) -> None:
+def test_follow_yields_each_step_once_until_finished(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """`follow` yields each step once, ascending, and ends when the run is finished."""
     run = tmp_path / "run"
     seen, thread = follow_in_background(run)  # before the run exists
@@ -947,6 +947,7 @@ def test_follow_yields_each_step_once_until_finished(tmp_path: pathlib.Path) -> 
         for step in (0, 10):
             ckpts.save(step, {"x": step})
         until(lambda: seen == [0, 10])
+    assert caplog.text.count("there is nothing yet; waits for the first step") == 1
     time.sleep(0.7)
     assert thread.is_alive(), "leaving the block does not end it"
     with tr.Checkpointer(run) as ckpts:

@@ -211,7 +211,7 @@ def diff(
     """Compare the checkpoints A and B leaf by leaf and bit by bit; the exit code is 1 if they differ.
 
     For arrays that differ it prints how many values differ, the largest difference, that relative to the largest
-    magnitude, and the cosine of the angle between the two arrays. --best takes the best step of A and of B, or
+    magnitude, and for floats the cosine of the angle between the two. --best takes the best step of A and of B, or
     compares the best step of A with the latest one.
     """
     from .._tools.diff import diff as compare

@@ -170,8 +170,10 @@ def _result_text(checked: "CheckResult") -> str:
             f"{cannot} of {count(checked.checkpoints + cannot, 'checkpoint')} cannot be checked", fg="yellow"
         )
     if checked.checkpoints:
-        left = f", {count(len(checked.unfinished), 'unfinished step')} not checked" if checked.unfinished else ""
-        return click.style("all good", fg="green") + click.style(left, fg="yellow" if left else None)
+        good = click.style("all good", fg="green")
+        if not checked.unfinished:
+            return good
+        return good + click.style(f", {count(len(checked.unfinished), 'unfinished step')} not checked", fg="yellow")
     return "nothing was checked" if checked.passed_over or checked.deleted else "nothing to check yet"
 
 

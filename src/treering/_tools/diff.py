@@ -31,8 +31,8 @@ class ValueChange:
 
     `differing` of `size` values differ in their bits. `largest` is the largest difference of two finite values; None if
     no two finite values differ. `relative` is `largest` divided by the largest magnitude. `cosine` is the cosine of the
-    angle between the two arrays; None if one of them is zero or not finite. All three are None for arrays that are not
-    numeric.
+    angle between the two arrays; None for integers, and if one of them is zero or not finite. All three are None for
+    arrays that are not numeric.
     """
 
     differing: int
@@ -227,7 +227,7 @@ class _Comparison:
         unequal = p.view(f"V{p.itemsize}") != q.view(f"V{q.itemsize}") if p.size else np.zeros(0, bool)
         self._differing += int(unequal.sum())
         self._is_numeric = p.dtype.kind not in "MmUSb"
-        self._is_float = p.dtype.kind not in "iu"  # Counters and keys have no angle.
+        self._is_float = p.dtype.kind not in "biu"  # Counters, keys and masks have no angle.
         if not self._is_numeric:
             return
         with np.errstate(all="ignore"):
