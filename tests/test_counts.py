@@ -164,11 +164,11 @@ def saving_again(run: str, state: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("make", "files", "calls"),
     [
-        (lambda paths, first, state: lambda: tr.save(next(paths), state), 38, 252),
-        (lambda paths, first, state: saving_again(next(paths), state), 52, 336),
-        (lambda paths, first, state: lambda: tr.restore(first, state), 54, 307),
-        (lambda paths, first, state: lambda: tr.open(first), 27, 125),
-        (lambda paths, first, state: lambda: tr.verify(first), 32, 255),
+        (lambda paths, first, state: lambda: tr.save(next(paths), state), 38, 263),
+        (lambda paths, first, state: saving_again(next(paths), state), 52, 346),
+        (lambda paths, first, state: lambda: tr.restore(first, state), 53, 307),
+        (lambda paths, first, state: lambda: tr.open(first), 26, 125),
+        (lambda paths, first, state: lambda: tr.verify(first), 31, 255),
     ],
     ids=["save", "Checkpointer.save", "restore", "open", "verify"],
 )

@@ -110,15 +110,17 @@ def _job(what: str | None = None) -> tuple[Any, int, int] | None:
     """
     import jax
 
-    if (job := job_state()) and (job.client is None or (job.num_processes or 1) == 1):
-        if what and job.client is None and (job.num_processes or 1) > 1 and (count := jax.process_count()) > 1:
+    if job := job_state():
+        if (job.num_processes or 1) == 1:
+            return None
+        if job.client is not None:
+            return job.client, job.process_id, job.num_processes
+        if what and (count := jax.process_count()) > 1:
             raise MismatchError(
                 f"{what}: expected a job of {count} processes, found that jax.distributed.shutdown() has ended it; "
                 "make this call before, or pass processes='this' to save the data of this process alone"
             )
         return None
-    if job:
-        return job.client, job.process_id, job.num_processes
     # This is the second choice, because `process_count` starts JAX's backends.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return None

@@ -389,7 +389,7 @@ def _check_dtypes_known(view: Any, ambiguous: frozenset[str], name: str) -> None
 
 
 def _identify(source: Source) -> tuple[str, str, list[Any]]:
-    """Returns the path and the format of a checkpoint, and values of which one changes when another replaces it.
+    """Returns the path and the format of a checkpoint, and its marks, which differ once another has replaced it.
 
     Raises `UnsupportedError` if other processes cannot open the checkpoint by its path.
     """

@@ -38,15 +38,12 @@ class CollectiveCalls:
         # A process that was started again must not find hosts while its peers, which know them, do something else.
         first = ", its first call" if self._undiscovered else ""
         call = coordinator.begin_call(f"Checkpointer({self._root!r}).{call_name}{first}", timeout=self._timeout)
-        try:
+        with coordinator.ending_call(call):
             call.set_activity("deciding")
             if self._undiscovered:
                 self._undiscovered.discover_hosts(call)
                 self._undiscovered = None
             yield call
-        except BaseException as error:
-            call.close(error)
-            raise
 
     def wait_for_saves(self, call: coordinator.Call) -> None:
         """Waits until every save is over. All processes raise a failure that process 0 has not raised yet."""

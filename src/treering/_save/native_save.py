@@ -161,8 +161,9 @@ class NativeSave:
 
     def _make_plan(self, token: str, bases: Any) -> None:
         job, supply, call, max_file_bytes = self._job, self._supply, self._call, self._store.object_bytes
-        entries, shares = (job.own.entries, job.own.shares) if job.own else (job.catalogue.entries, job.shares)
-        if shares and max_file_bytes and not job.own:
+        own = job.own
+        entries, shares = (own.entries, own.shares) if own else (job.catalogue.entries, job.shares)
+        if shares and max_file_bytes and not own:
             shares = assignment.cut_assignments(entries, shares, max_file_bytes)
             self._job = job._replace(shares=shares)
         plan = array_files.plan_files(entries, supply, shares, call.index, max_file_bytes, job.reuse, bases)

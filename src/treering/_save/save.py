@@ -142,16 +142,13 @@ def _start(
     what = f"save({place!r}{'' if step is None else f', step={step}'})"
     refuse_reentry(what)
     call = coordinator.begin_call(what, timeout=timeout, processes=processes)
-    try:
+    with coordinator.ending_call(call):
         given = {"step": step, "metrics": metrics, "metadata": metadata}
         options = options._replace(
             explicit_info=frozenset([name for name, value in given.items() if value is not None]),
             reuse=None if base is None else _sharing_files_of(base),
         )
         return start_save(call, place, tree, _encode_info_of(tree, step, metrics, metadata), options)
-    except BaseException as error:
-        call.close(error)
-        raise
 
 
 def _encode_info_of(tree: Any, step: int | None, metrics: Mapping[str, Any] | None, metadata: Any) -> Info:

@@ -43,8 +43,7 @@ class Job(NamedTuple):
     `shares` names the processes that write each array. It is None if this process writes all of them. `hosts` has,
     for each process, the lowest process that shares its disk, if each host has a disk of its own at the path; else it
     is None. `room_maker` frees room if a disk is full. `reuse` finds arrays that earlier steps have; None writes all.
-    `deltas` has made the differences that `encoded` describes. `own` has the parts of arrays that this process writes;
-    None if it writes its shares of the leaves.
+    `deltas` has made the differences that `encoded` describes.
     """
 
     path: str
@@ -58,7 +57,11 @@ class Job(NamedTuple):
     reuse: SaveReuse | None = None
     deltas: Deltas | None = None
     encoded: Encoded | None = None
-    own: OwnParts | None = None
+
+    @property
+    def own(self) -> OwnParts | None:
+        """The parts of arrays that this process writes; None if it writes its shares of the leaves."""
+        return self.encoded and self.encoded.own
 
 
 class ReportedPart(msgspec.Struct, array_like=True, frozen=True):

@@ -75,7 +75,7 @@ def _write_native(plan: NativePlan, pool: ThreadPool) -> Written:
         catalogue, shares, supply = encoded[:3]
     job = Job(
         target.path, options.overwrite, skeleton, catalogue, shares, target.info, options.hosts, options.room_maker,
-        reuse, deltas, encoded, encoded and encoded.own,
+        reuse, deltas, encoded,
     )  # fmt: skip
     save = NativeSave(target.store, job, supply, pool, call)
     if not options.progress:

@@ -77,9 +77,8 @@ class Latch:
             left = _MAX_WAIT_SECONDS if end is None else min(_MAX_WAIT_SECONDS, end - time.monotonic())
             if left <= 0:
                 return False
-            if self._gate.acquire(timeout=left):  # Only `set` opens the gate. Opened again for the next waiting thread:
-                with contextlib.suppress(RuntimeError):
-                    self._gate.release()
+            if self._gate.acquire(timeout=left):  # Only `set` opens the gate.
+                self.set()  # opens it for the next waiting thread
         return True
 
 
