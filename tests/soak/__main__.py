@@ -180,7 +180,11 @@ class Episode:
             if len(lines) != moved[1]:
                 moved = time.monotonic(), len(lines)
             elif time.monotonic() - moved[0] > _STILL_SECONDS:
-                self.differs(f"{name} ({kind}) stands still: {self._output(f'{name}-0')}")
+                for one in jobs:
+                    one.send_signal(signal.SIGUSR2)  # each writes where its threads stand
+                time.sleep(2)
+                stacks = "\n".join(self._output(f"{name}-{i}", 6000) for i in range(len(jobs)))
+                self.differs(f"{name} ({kind}) stands still: {stacks}")
                 for one in jobs:
                     one.kill()
                 break
@@ -363,9 +367,9 @@ class Episode:
             self.differs(f"a process did not end within {seconds:.0f} seconds")
             return process.wait()
 
-    def _output(self, name: str) -> str:
+    def _output(self, name: str, characters: int = 1500) -> str:
         text = (self.folder / f"{name}.log").read_text(errors="replace")
-        return text[-1500:]
+        return text[-characters:]
 
     def _command(self, *arguments: str) -> tuple[int, str]:
         environment = {**os.environ, **self.place.environment(direct=True)}

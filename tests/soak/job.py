@@ -4,9 +4,11 @@ LIFE is a file of JSON that the campaign has written. Each process appends lines
 resumed from, the digest of each step, what was committed, and what it uses.
 """
 
+import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -116,6 +118,7 @@ def evaluate(life: dict[str, Any], journal: Journal) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2)
     given, number = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
     written = Journal(Path(given["journals"]) / f"{given['name']}-{number}.jsonl")
     if number == "reference":
