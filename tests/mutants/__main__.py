@@ -4,9 +4,9 @@
 next to this file. ``add`` takes some of named files, in place of those whose file is gone. ``cover`` runs the tests
 once and notes which of them execute which lines; it needs pytest-cov.
 ``run`` puts each mutant in a copy of the library and runs tests until one fails: those that execute its line and those
-of its folder, or without ``cover`` those that are named here for its file or folder. It notes the first test that
-failed; ``survives`` is what none has noticed, and a reason may follow it by hand. A suite that has changed is run again
-with ``run --again``: it must notice what the one before has noticed.
+of its folder, or without ``cover`` those that are named here for its file, then for its folder. It notes the first test
+that failed; ``survives`` is what none has noticed, and a reason may follow it by hand. A suite that has changed is run
+again with ``run --again``: it must notice what the one before has noticed.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def _noticed(folder: Path, row: dict[str, str]) -> str:
     own = next((tests for name, tests in _TESTS_OF_FILES.items() if row["file"].startswith(name)), first)
     covering = _covering_tests(row["file"], nearest.line, first)
     # Tests that execute a line only in processes that they start are not among the covering ones.
-    for tests in (covering, first) if covering else (own,):
+    for tests in (covering, first) if covering else dict.fromkeys((own, first)):
         ignored: list[str] = []
         while name := _first_failure(folder, folder / "src", "" if covering else "not slow", tests, ignored):
             if name.startswith("no test") or not _first_failure(folder, _ROOT / "src", "", (name,), []):
