@@ -87,7 +87,7 @@ class Closed(Disk):
 
 
 REAL = Path(__file__).parent / "real"
-READ_ONLY = ("npz", "tensorflow", "torch", "keras", "dcp", "slime", "skyrl")  # formats that are not written
+READ_ONLY = ("npz", "tensorflow", "torch", "keras", "dcp", "slime", "skyrl")  # not written, or only as versions
 
 
 def described(library: str) -> dict[str, dict[str, Any]]:

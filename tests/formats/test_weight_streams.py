@@ -12,16 +12,18 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 import safetensors.numpy
 import xxhash
 
 import treering as tr
 from helpers import assert_same
 from hostile_input import flip
-from treering.errors import CorruptError, MismatchError, UnsafeError, UnsupportedError
+from treering.errors import CorruptError, ExistsError, MismatchError, UnsafeError, UnsupportedError
 
 zstandard = pytest.importorskip("zstandard")
 RECEIVER = os.environ.get("SLIME_RECEIVER", "")  # the file local_checkpoint.py of slime's patch to SGLang
@@ -133,8 +135,6 @@ def test_every_version_of_a_stream(write: Write, encoding: str, checksum: str, t
     assert_same(tr.open(tmp_path).restore(), _versions()[-1])
     tr.convert(folders[3], tmp_path / "model.safetensors")
     assert_same(tr.restore(tmp_path / "model.safetensors"), _versions()[3])
-    with pytest.raises(UnsupportedError, match=r"is only read; publish with treering\.Publisher"):
-        tr.save(tmp_path / "new", _versions()[0], format=write.__name__)
 
 
 def test_workers_follow_a_stream_of_slime(tmp_path: pathlib.Path) -> None:
@@ -241,13 +241,18 @@ def test_wrong_versions_are_refused_by_name(tmp_path: pathlib.Path) -> None:
         tr.restore(folder)
 
 
+def _receiver(file: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("local_checkpoint", file)
+    assert spec and spec.loader
+    receiver = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(receiver)
+    return receiver
+
+
 @pytest.mark.skipif(not RECEIVER, reason="SLIME_RECEIVER names no file local_checkpoint.py of slime's patch to SGLang")
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_it_reads_what_the_receiver_of_slime_makes(encoding: str, tmp_path: pathlib.Path) -> None:
-    spec = importlib.util.spec_from_file_location("local_checkpoint", RECEIVER)
-    assert spec and spec.loader
-    receiver: types.ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(receiver)
+    receiver = _receiver(RECEIVER)
     folders = _stream(tmp_path / "s", slime, encoding, "xxh3-128")
     for number, folder in enumerate(folders):
         receiver.pull(str(tmp_path / "local"), str(folders[0]), str(tmp_path / "s"), number)
@@ -266,3 +271,153 @@ def test_a_stream_that_begins_again_is_pulled(tmp_path: pathlib.Path) -> None:
         assert [version for version, _ in pull(tmp_path / "s", tmp_path / "engine")] == [1]
         assert_same(tr.restore(tmp_path / "engine"), new)
         shutil.rmtree(tmp_path / "s")
+
+
+def _read_slime(stream: pathlib.Path, number: int) -> dict[str, np.ndarray]:
+    """Reads a version as the receiver of slime does: from the newest complete one, with all after it."""
+    first = number
+    index = "model.safetensors.index.json"
+    while "delta_encoding" in _json(stream / f"weight_v{first:06d}" / index).get("metadata", {}):
+        first -= 1
+    found = safetensors.numpy.load_file(stream / f"weight_v{first:06d}" / "model.safetensors")
+    for n in range(first + 1, number + 1):
+        folder = stream / f"weight_v{n:06d}"
+        about = {"version": f"{n:06d}", "base_version": f"{n - 1:06d}", "delta_encoding": "xor"}
+        about |= {"compression_format": "zstd", "checksum_format": "xxh3-128"}
+        found_index = _json(folder / index)
+        assert found_index["metadata"] == about
+        assert {*found_index["weight_map"].values()} == {one.name for one in folder.glob("*.safetensors")}
+        for name, file in found_index["weight_map"].items():
+            with safetensors.safe_open(folder / file, "numpy") as opened:
+                _apply(found, name, opened.get_tensor(name), opened.metadata()[name])
+    return found
+
+
+def _read_skyrl(stream: pathlib.Path, number: int) -> dict[str, np.ndarray]:
+    found = safetensors.numpy.load_file(stream / "delta-00000000" / "model.safetensors")
+    for n in range(1, number + 1):
+        folder = stream / f"delta-{n:08d}"
+        about = _json(folder / "manifest.json")
+        records = about["tensors"]
+        assert (about["version"], about["base_version"]) == (n, n - 1)
+        assert about["payload_files"] == sorted({one["payload_file"] for one in records})
+        assert about["total_compressed_num_bytes"] == sum(one["compressed_num_bytes"] for one in records)
+        assert about["total_uncompressed_num_bytes"] == sum(one["uncompressed_num_bytes"] for one in records)
+        for one in records:
+            packed = safetensors.numpy.load_file(folder / one["payload_file"])[one["payload_key"]]
+            array = found[one["name"]]
+            assert (one["dtype"], one["shape"]) == (array.dtype.name, list(array.shape))
+            assert (one["uncompressed_num_bytes"], one["compressed_num_bytes"]) == (array.nbytes, packed.size)
+            _apply(found, one["name"], packed, one["checksum"])
+            assert one["checksum_algorithm"] == "xxh3-128"
+    return found
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _apply(found: dict[str, np.ndarray], name: str, packed: np.ndarray, checksum: str) -> None:
+    old, change = found[name].tobytes(), zstandard.ZstdDecompressor().decompress(packed.tobytes())
+    new = bytes(a ^ b for a, b in zip(old, change, strict=True))
+    assert new != old and checksum == xxhash.xxh3_128_hexdigest(new)
+    found[name] = np.frombuffer(new, found[name].dtype).reshape(found[name].shape)
+
+
+WRITTEN = [("slime", "weight_v{:06d}", _read_slime), ("skyrl", "delta-{:08d}", _read_skyrl)]
+
+
+def _trees(count: int = 23) -> list[dict[str, Any]]:
+    """Returns versions, of which one is as the version before."""
+    layer = {"w": jnp.ones((30, 40), "bfloat16"), "n": jnp.arange(9)}
+    found: list[dict[str, Any]] = []
+    for number in range(count):
+        if number != 7:
+            w, n = layer["w"].at[number % 5, number].add(0.5), layer["n"].at[-1].add(number % 2)
+            layer = {"w": w, "n": n}
+        found.append({"layer": layer, "one": np.array(2.0 ** min(number, 6)), "none": np.ones((0, 3))})
+    return found
+
+
+@pytest.mark.parametrize(("format", "name", "read"), WRITTEN)
+def test_other_readers_get_what_is_written(format: str, name: str, read: Any, tmp_path: pathlib.Path) -> None:
+    """Written from the description alone, they read every version, bit for bit."""
+    for number, tree in enumerate(_trees()):
+        path = tmp_path / name.format(number)
+        tr.save(path, tree, format=format)
+        if number == 0:
+            (path / "config.json").write_text("{}")
+        assert_same(tr.restore(path, tree), tree)
+        theirs = read(tmp_path, number)
+        flat = {"layer/w": tree["layer"]["w"], "layer/n": tree["layer"]["n"], "one": tree["one"], "none": tree["none"]}
+        assert theirs.keys() == flat.keys()
+        for key, array in flat.items():
+            assert theirs[key].dtype == array.dtype and theirs[key].tobytes() == np.asarray(array).tobytes()
+        complete = number == 0 or (format == "slime" and number == 20)
+        assert (path / "model.safetensors").exists() == (path / "config.json").exists() == complete
+    assert tr.steps(tmp_path) == list(range(23)) and tr.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize(("format", "name", "read"), WRITTEN)
+def test_a_stream_of_ours_is_converted(format: str, name: str, read: Any, tmp_path: pathlib.Path) -> None:
+    trees = _trees(3)
+    with tr.Publisher(tmp_path / "ours") as publisher:
+        for number, tree in enumerate(trees):
+            publisher.publish(number, tree)
+    for number in tr.steps(tmp_path / "ours"):
+        tr.convert(tmp_path / "ours", tmp_path / "theirs" / name.format(number), step=number, format=format)
+    assert read(tmp_path / "theirs", 2)["layer/w"].tobytes() == np.asarray(trees[2]["layer"]["w"]).tobytes()
+    assert next(tr.follow_weights(tmp_path / "theirs", timeout=0)).version == 2
+
+
+@pytest.mark.parametrize(("format", "name", "read"), WRITTEN)
+def test_versions_that_cannot_be_written(
+    format: str, name: str, read: Any, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trees = _trees(3)
+    for number, tree in enumerate(trees):
+        tr.save(tmp_path / name.format(number), tree, format=format)
+    tree = trees[2]
+    wrong: list[tuple[str, Any, type[Exception], str]] = [
+        ("new", tree, MismatchError, f"such as {name.format(7)}, found 'new'"),
+        (name.format(3), {**tree, "one": np.ones(2)}, MismatchError, "found others: one; begin another stream"),
+        (name.format(3), {**tree, "x": np.ones(2)}, MismatchError, "found others: x"),
+        (name.format(3), {**tree, "x": "text"}, UnsupportedError, "x: str"),
+    ]
+    if format == "skyrl":
+        wrong.append((name.format(9), tree, MismatchError, f"expected {name.format(8)} next to it, found none"))
+    for place, given, error, match in wrong:
+        with pytest.raises(error, match=match):
+            tr.save(tmp_path / place, given, format=format)
+    with pytest.raises(ExistsError, match=r"expected no version 2, found .*, which is made from this one"):
+        tr.save(tmp_path / name.format(1), tree, format=format, overwrite=True)
+    with pytest.raises(MismatchError, match="expected no options, found max_shard_size"):
+        tr.save(tmp_path / name.format(3), tree, format=format, max_shard_size=5)
+    tr.save(tmp_path / name.format(2), tree, format=format, overwrite=True)
+    (file,) = (tmp_path / name.format(2)).glob("*.safetensors")
+    flip(file, file.stat().st_size - 2)
+    with pytest.raises(CorruptError, match=name.format(2)):
+        tr.save(tmp_path / name.format(3), tree, format=format)
+    assert sorted(os.listdir(tmp_path)) == [name.format(number) for number in range(3)]
+    shutil.rmtree(tmp_path / name.format(1))
+    if format == "slime":
+        tr.save(tmp_path / name.format(3), tree, format=format)  # complete, because of its base
+        assert "the version before is damaged, so this one is complete" in caplog.text
+        assert_same(tr.restore(tmp_path / name.format(3), tree), tree)
+
+
+def test_a_version_in_a_bucket(bucket: str) -> None:
+    trees = _trees(3)
+    for number, tree in enumerate(trees):
+        tr.save(f"{bucket}/s/weight_v{number:06d}", tree, format="slime")
+        assert_same(tr.restore(f"{bucket}/s/weight_v{number:06d}", tree), tree)
+
+
+@pytest.mark.skipif(not RECEIVER, reason="SLIME_RECEIVER names no file local_checkpoint.py of slime's patch to SGLang")
+def test_the_receiver_of_slime_reads_what_is_written(tmp_path: pathlib.Path) -> None:
+    receiver = _receiver(RECEIVER)
+    for number, tree in enumerate(_trees()):
+        tr.save(tmp_path / "s" / f"weight_v{number:06d}", tree, format="slime")
+        receiver.pull(str(tmp_path / "local"), str(tmp_path / "s" / "weight_v000000"), str(tmp_path / "s"), number)
+        theirs = safetensors.numpy.load_file(tmp_path / "local" / "model.safetensors")
+        assert theirs["layer/w"].tobytes() == np.asarray(tree["layer"]["w"]).tobytes()

@@ -64,22 +64,40 @@ def write(
         raise MismatchError(
             f"safetensors: expected no options but max_shard_size and filename_pattern, found {', '.join(unknown)}"
         )
-    folder = max_shard_size is not None or filename_pattern is not None
     about = contents.metadata
     config = about.get(ADAPTER_CONFIG) if isinstance(about, dict) else None
     stem = ADAPTER if isinstance(config, dict) else "model"
     limit, pattern = limit_of(max_shard_size), checked(filename_pattern, stem)
-    entries = _holdable(path, contents)
-    if not folder:
+    if max_shard_size is None and filename_pattern is None:
+        entries = holdable(path, contents)
         with new_file(store, path, "safetensors", overwrite=overwrite) as file:
             _write_tensors(file, *_lay_out(entries, _metadata(contents, about)), contents)
         return file.size
-    shards = cut(entries, limit)
-    names = names_of(pattern, len(shards))
     companions: dict[str, bytes] = {}  # PEFT reads the config of an adapter from a file of its own
-    if isinstance(config, dict) and stem_of(names[0]) == ADAPTER:
+    if isinstance(config, dict) and stem_of(names_of(pattern, 1)[0]) == ADAPTER:
         companions[ADAPTER_CONFIG] = _encode_config(path, config)
         about = {key: value for key, value in about.items() if key != ADAPTER_CONFIG} or None
+    return write_folder(store, path, contents, about, limit, pattern, companions, overwrite=overwrite)
+
+
+def write_folder(
+    store: Store,
+    path: str,
+    contents: Source,
+    about: Any,
+    limit: int | None,
+    pattern: str,
+    companions: Mapping[str, bytes],
+    *,
+    overwrite: bool,
+) -> int:
+    """Writes a folder of files of at most `limit` bytes, and the `companions`. Returns the bytes of all.
+
+    about: the metadata.
+    """
+    entries = holdable(path, contents)
+    shards = cut(entries, limit)
+    names = names_of(pattern, len(shards))
     metadata = _metadata(contents, about)
     plans = [_lay_out(shard, metadata) for shard in shards]
     with created(store, path, [*companions, *names], overwrite=overwrite) as create:
@@ -104,7 +122,7 @@ def write(
     return total
 
 
-def _holdable(file: str, contents: Source) -> list[ArrayEntry]:
+def holdable(file: str, contents: Source) -> list[ArrayEntry]:
     """Returns the arrays. None and functions carry no data, so they are left out, which is logged.
 
     Raises `UnsupportedError` that lists every leaf a safetensors file cannot hold.

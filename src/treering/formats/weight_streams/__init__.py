@@ -1,38 +1,45 @@
 """Published versions of weights, most of them differences to an earlier one, as slime and SkyRL write them.
 
-slime, miles and vime publish them for SGLang's `/pull_weights`. `deltas` reads the versions of both.
+slime, miles and vime publish them for SGLang's `/pull_weights`. `deltas` reads the versions of both, `write` writes
+them.
 """
 
 import posixpath
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..._core.source import Source
 from ..._threads.preload_decoders import preload_decoders
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError, MismatchError
 from ...stores.file_io import read_file
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .._shared import strict_json
 from .._shared.format_parts import FormatDefaults
-from ..safetensors.folder import Index, index_of
+from ..safetensors.folder import SUFFIX, Index, index_of
 
-INDEX = "model.safetensors.index.json"
-MANIFEST = "manifest.json"
+if TYPE_CHECKING:
+    from .deltas import WrittenDelta
 
 
 class DeltaStream(FormatDefaults):
     """Implements `treering.formats.Format` for versions in a stream. A complete version is a checkpoint in safetensors.
 
+    A version is written as the differences to the one before it in its folder.
+
     prefix, digits: the names of versions are the prefix and at least so many digits.
+    mark: the name of the file that makes a folder a delta.
+    complete_every: the receivers take complete versions, and so often one is written; None if they take none.
     """
 
     name = ""
     prefix = ""
     digits = 0
+    mark = ""
+    complete_every: int | None = None
 
     def is_delta(self, store: Store, path: str) -> bool:
         """Returns True for a folder of differences. Raises `CorruptError`."""
@@ -69,11 +76,28 @@ class DeltaStream(FormatDefaults):
         """Returns the path of a version."""
         return posixpath.join(stream, f"{self.prefix}{number:0{self.digits}d}")
 
+    def keeps(self, path: str, contents: Source) -> Collection[str]:
+        return ("step",) if contents.step == self._number_of(posixpath.basename(path)) else ()
+
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError(
-            f"{path}: the format {self.name!r} is only read; publish with treering.Publisher, and keep a directory for "
-            "the engine with `treering pull`"
-        )
+        from .write import write_version
+
+        if options:
+            raise MismatchError(f"{self.name}: expected no options, found {', '.join(options)}")
+        if (number := self._number_of(posixpath.basename(path))) is None:
+            example = posixpath.basename(self.path_of("", 7))
+            raise MismatchError(
+                f"{path}: expected the name of a version, such as {example}, found {posixpath.basename(path)!r}"
+            )
+        return write_version(self, store, path, number, contents, overwrite=overwrite)
+
+    def file_name(self, number: int, count: int) -> str:
+        """Returns the name of one of `count` files of a delta; `number` counts from 0."""
+        raise NotImplementedError
+
+    def describe(self, number: int, changes: "Sequence[WrittenDelta]") -> dict[str, Any]:
+        """Returns the contents of the file `mark`."""
+        raise NotImplementedError
 
     def _number_of(self, name: str) -> int | None:
         match = re.fullmatch(rf"{self.prefix}([0-9]{{{self.digits},}})", name)
@@ -86,6 +110,8 @@ class Slime(DeltaStream):
     name = "slime"
     prefix = "weight_v"
     digits = 6
+    mark = "model.safetensors.index.json"
+    complete_every = 20  # to read version N, all since the last complete one are applied
 
     def is_delta(self, store: Store, path: str) -> bool:
         return _index(store, path) is not None
@@ -103,10 +129,23 @@ class Slime(DeltaStream):
         number, base = (_number(path, about.get(name)) for name in ("version", "base_version"))
         return VersionDelta(path, number, base, about["delta_encoding"], parts, nbytes)
 
+    def file_name(self, number: int, count: int) -> str:
+        return f"model-{number:05d}-of-{count:05d}{SUFFIX}"
+
+    def describe(self, number: int, changes: "Sequence[WrittenDelta]") -> dict[str, Any]:
+        about = {
+            "version": f"{number:06d}",
+            "base_version": f"{number - 1:06d}",
+            "delta_encoding": "xor",
+            "compression_format": "zstd",
+            "checksum_format": "xxh3-128",
+        }
+        return {"metadata": about, "weight_map": {one.key: one.file for one in changes}}
+
 
 def _index(store: Store, path: str) -> Index | None:
     """Returns the index of a delta; None for another folder. Raises `CorruptError`."""
-    index = posixpath.join(path, INDEX)
+    index = posixpath.join(path, Slime.mark)
     there = store.stat(index)
     found = index_of(store, index, deltas=True) if there and there.is_file else None
     return found if found and "delta_encoding" in found.metadata else None
@@ -147,6 +186,7 @@ class SkyRL(DeltaStream):
     name = "skyrl"
     prefix = "delta-"
     digits = 8
+    mark = "manifest.json"
 
     def is_delta(self, store: Store, path: str) -> bool:
         return _manifest(store, path) is not None
@@ -166,10 +206,37 @@ class SkyRL(DeltaStream):
         nbytes = sum(one.compressed_num_bytes for one in found.tensors)
         return VersionDelta(path, found.version, found.base_version, "xor", parts, nbytes)
 
+    def file_name(self, number: int, count: int) -> str:
+        return f"delta-rank00000-file{number:06d}{SUFFIX}"
+
+    def describe(self, number: int, changes: "Sequence[WrittenDelta]") -> dict[str, Any]:
+        tensors = [
+            {
+                "name": one.key,
+                "dtype": one.entry.dtype,
+                "shape": one.entry.shape,
+                "uncompressed_num_bytes": one.entry.nbytes,
+                "compressed_num_bytes": one.nbytes,
+                "payload_file": one.file,
+                "payload_key": one.key,
+                "checksum": one.checksum,
+                "checksum_algorithm": "xxh3-128",
+            }
+            for one in changes
+        ]
+        return {
+            "version": number,
+            "base_version": number - 1,
+            "tensors": tensors,
+            "total_uncompressed_num_bytes": sum(one.entry.nbytes for one in changes),
+            "total_compressed_num_bytes": sum(one.nbytes for one in changes),
+            "payload_files": [*dict.fromkeys(one.file for one in changes)],
+        }
+
 
 def _manifest(store: Store, path: str) -> _Manifest | None:
     """Returns the manifest of a delta; None without one. Raises `CorruptError`."""
-    place = posixpath.join(path, MANIFEST)
+    place = posixpath.join(path, SkyRL.mark)
     there = store.stat(place)
     if there is None or not there.is_file:
         return None

@@ -10,7 +10,7 @@ from it, put it or a link to it next to them, under the name that a version 0 wo
 import hashlib
 import posixpath
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -55,36 +55,39 @@ class VersionDelta(NamedTuple):
     nbytes: int
 
 
+class WrittenDelta(NamedTuple):
+    """A tensor that has changed: its key, its file, the checksum of its new bytes, and the bytes of its difference."""
+
+    key: str
+    entry: ArrayEntry
+    file: str
+    checksum: str
+    nbytes: int
+
+
 class DeltaFormat(Protocol):
     """A format of deltas; see `weight_streams.DeltaStream`."""
 
     name: str
+    mark: str
+    complete_every: int | None
 
+    def is_delta(self, store: Store, path: str) -> bool: ...
     def path_of(self, stream: str, number: int) -> str: ...
     def read_delta(self, store: Store, path: str) -> VersionDelta | None: ...
+    def file_name(self, number: int, count: int) -> str: ...
+    def describe(self, number: int, changes: Sequence[WrittenDelta]) -> dict[str, Any]: ...
 
 
 def open_version(layout: DeltaFormat, store: Store, path: str) -> Source:
-    """Opens a version together with those that it is made from, back to a complete one.
+    """Opens a version together with those that it is made from, back to a complete one, which is opened as it is.
 
     Raises `CorruptError` if one is missing, damaged or out of order, and `UnsupportedError` for an unknown encoding.
     """
-    stream = posixpath.dirname(path)
-    chain: list[VersionDelta] = []
-    at = path
-    while delta := layout.read_delta(store, at):
-        if (chain and delta.number != chain[-1].base) or delta.base >= delta.number or len(chain) == _MAX_CHAIN:
-            raise CorruptError(f"{at}: expected version {chain[-1].base if chain else '?'}, found {delta.number}")
-        chain.append(delta)
-        at = layout.path_of(stream, delta.base)
-        if store.stat(at) is None:
-            base = posixpath.basename(at)
-            raise CorruptError(
-                f"{path}: expected {base} next to it, because version {delta.number} is stored as the difference to "
-                "it, found none"
-                + (f"; link the checkpoint that the engines were started from to {at}" if not delta.base else "")
-            )
+    chain, at = find_chain(layout, store, path)
     base: Any = SAFETENSORS.open(store, at)
+    if not chain:
+        return base
     entries = {entry.path: entry for entry in base.entries.values() if isinstance(entry, ArrayEntry)}
     arrays: dict[str, Stored] = dict(base._arrays)
     for delta in reversed(chain):
@@ -107,6 +110,29 @@ def open_version(layout: DeltaFormat, store: Store, path: str) -> Source:
         layout.name, path, [*base.entries.values()], arrays, skeleton=base.skeleton, step=chain[0].number,
         metadata=base.metadata, nbytes=chain[0].nbytes, numbers_are_arrays=base.numbers_are_arrays,
     )  # fmt: skip
+
+
+def find_chain(layout: DeltaFormat, store: Store, path: str) -> tuple[list[VersionDelta], str]:
+    """Returns a version and those that it is made from, newest first, and the path of the complete one before them.
+
+    Raises `CorruptError` and `UnsupportedError`, as `open_version` does.
+    """
+    stream = posixpath.dirname(path)
+    chain: list[VersionDelta] = []
+    at = path
+    while delta := layout.read_delta(store, at):
+        if (chain and delta.number != chain[-1].base) or delta.base >= delta.number or len(chain) == _MAX_CHAIN:
+            raise CorruptError(f"{at}: expected version {chain[-1].base if chain else '?'}, found {delta.number}")
+        chain.append(delta)
+        at = layout.path_of(stream, delta.base)
+        if store.stat(at) is None:
+            base = posixpath.basename(at)
+            raise CorruptError(
+                f"{path}: expected {base} next to it, because version {delta.number} is stored as the difference to "
+                "it, found none"
+                + (f"; link the checkpoint that the engines were started from to {at}" if not delta.base else "")
+            )
+    return chain, at
 
 
 def _opened(store: Store, folder: str, name: str) -> Any:
@@ -144,7 +170,7 @@ class _Changed:
                 _CHANGES[delta.encoding](data, packed)
             except CorruptError as error:
                 raise CorruptError(f"{delta.path}: {self._entry.path}: {error}") from None
-            if (found := _CHECKSUMS[part.algorithm](data)) != part.checksum:
+            if (found := CHECKSUMS[part.algorithm](data)) != part.checksum:
                 raise CorruptError(
                     f"{delta.path}: {self._entry.path}: expected the {part.algorithm} checksum {part.checksum} after "
                     f"the change, found {found}"
@@ -171,7 +197,7 @@ def _overwrite(data: np.ndarray, packed: np.ndarray) -> None:
 
 
 _CHANGES: Mapping[str, Callable[[np.ndarray, np.ndarray], None]] = {"xor": _xor, "overwrite": _overwrite}
-_CHECKSUMS: Mapping[str, Callable[[np.ndarray], str]] = {
+CHECKSUMS: Mapping[str, Callable[[np.ndarray], str]] = {
     "xxh3-128": lambda data: xxhash.xxh3_128_hexdigest(data.data),
     "adler32": lambda data: f"{zlib.adler32(data.data):08x}",
     "sha256": lambda data: hashlib.sha256(data.data).hexdigest(),
@@ -183,7 +209,7 @@ def check_known(path: str, encoding: object, compression: object, algorithm: obj
     for what, found, known in (
         ("encoding", encoding, [*_CHANGES]),
         ("compression", compression, ["zstd"]),
-        ("checksum", algorithm, [*_CHECKSUMS]),
+        ("checksum", algorithm, [*CHECKSUMS]),
     ):
         if found not in known:
             raise UnsupportedError(
