@@ -12,6 +12,7 @@ from . import (
     chart,
     contestants,
     converting,
+    first_step,
     growth,
     loop,
     measure,
@@ -43,11 +44,13 @@ _NOTE = (
     "first start to the last end; its floor writes one file per process. The floor of the loop is one thread that "
     "writes the same bytes by ordinary writes and syncs them; Orbax v0 is its CheckpointManager there. The floor of "
     "a later step writes 10 MiB into a new file. The bucket is a Python server on this machine; its floor is obstore "
-    "with the same objects and as many in flight, into new arrays. Orbax writes to no bucket but Google's."
+    "with the same objects and as many in flight, into new arrays. Orbax writes to no bucket but Google's. The floor "
+    "of the first step is the compilation or the restore alone, whichever takes longer."
 )
 _SEPARATE = [
     "memory",
     "open",
+    "first step",
     "loop",
     "reading",
     "converting",
@@ -133,6 +136,8 @@ def run(directory: str, repeats: int, only: set[str], without: Set[str] = frozen
         found += memory.rows(directory)
     if "open" in only:
         found += opening.rows(directory, repeats)
+    if "first step" in only:
+        found += first_step.rows(directory, min(repeats, 5))
     if "loop" in only:
         found += loop.rows(directory, repeats)
     if "reading" in only:

@@ -5,11 +5,12 @@ is how many requests follow one another.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import obstore
@@ -38,6 +39,15 @@ def rows(repeats: int) -> list[Row]:
 def requests(repeats: int) -> list[Row]:
     with s3.server() as url:
         return _latency(url, repeats)
+
+
+@contextlib.contextmanager
+def slow_bucket() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yields a bucket that answers late: its URL here, that in other processes, and the variables for these."""
+    with s3.server() as url, fault_proxy.proxy(url) as slow:
+        slow.delay = _LATENCY_SECONDS
+        environment = {**s3.environment(slow.url), "AWS_ALLOW_HTTP": "true"}
+        yield stores.absolute(s3.client(url)), f"s3://{s3.BUCKET}", environment
 
 
 def _speed(url: str, repeats: int) -> list[Row]:
