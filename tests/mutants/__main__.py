@@ -124,8 +124,9 @@ def _noticed(folder: Path, row: dict[str, str]) -> str:
     # Tests that execute a line only in processes that they start are not among the covering ones.
     for tests in (covering, first) if covering else dict.fromkeys((own, first)):
         ignored: list[str] = []
-        while name := _first_failure(folder, folder / "src", "" if covering else "not slow", tests, ignored):
-            if name.startswith("no test") or not _first_failure(folder, _ROOT / "src", "", (name,), []):
+        stride = {"TEST_STRIDE": "1"} if tests is own else {}  # a sample may leave out the test that notices
+        while name := _first_failure(folder, folder / "src", "" if covering else "not slow", tests, ignored, stride):
+            if name.startswith("no test") or not _first_failure(folder, _ROOT / "src", "", (name,), [], stride):
                 return name
             ignored.append(name)  # This test fails here without the mutant too.
     return "survives"
@@ -151,7 +152,9 @@ def _covering_tests(file: str, line: int, first: tuple[str, ...]) -> tuple[str, 
     return tuple(sorted(tests, key=lambda test: not test.startswith(first))[:_MAX_COVERING])
 
 
-def _first_failure(folder: Path, source: Path, marks: str, tests: tuple[str, ...], ignored: list[str]) -> str | None:
+def _first_failure(
+    folder: Path, source: Path, marks: str, tests: tuple[str, ...], ignored: list[str], stride: dict[str, str]
+) -> str | None:
     """The first test that fails, "no test ends" when the tests hang, None when all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-m", marks, "--maxfail=1", *tests]
     command += [f"-o=faulthandler_timeout={_TEST_SECONDS}", *(f"--deselect={name}" for name in ignored)]
@@ -160,6 +163,7 @@ def _first_failure(folder: Path, source: Path, marks: str, tests: tuple[str, ...
         "PYTHONPATH": str(source),
         "TMPDIR": str(folder),
         "PYTHONDONTWRITEBYTECODE": "1",
+        **stride,
     }
     try:
         done = subprocess.run(
