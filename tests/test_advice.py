@@ -97,6 +97,7 @@ ELSEWHERE = {
     "x[...] or jax.freeze(x)": "pytree/test_leaves.py::test_mutable_arrays_are_refused_with_advice_that_works",
     "x.view(ml_dtypes.bfloat16)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "numpy.array(x.tolist())": "pytree/test_leaves.py::test_dtypes_without_a_layout_are_refused_with_advice",
+    "x.numpy(force=True)": "pytree/test_state_types.py::test_a_tensor_as_a_leaf_is_named",
     "numpy.asarray(x)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "numpy.ma.getmaskarray(x)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "by dataset[...].view(": "formats/test_keras_files.py::test_the_advice_about_hdf5_keeps_bfloat16",

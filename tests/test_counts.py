@@ -301,13 +301,40 @@ def test_a_long_run_takes_no_more_system_calls(paths: Iterator[str], make: Calla
     assert taken(_SHORT) == taken(_LONG)
 
 
+def renamed(run: str, count: int) -> str:
+    """Gives the steps of a run names that Orbax gives. The newest one has to be a step of that number."""
+    tr.save(f"{run}/step-{count:08}", {"w": np.ones(4)}, step=count, overwrite=True)
+    for step in range(1, count + 1):
+        os.rename(f"{run}/step-{step:08}", f"{run}/{step}")
+    return run
+
+
+def of_orbax(run: str, count: int) -> str:
+    """Makes a run of Orbax's."""
+    tr.save(f"{run}/1", {"w": np.ones(4)}, format="orbax")
+    for step in range(2, count + 1):
+        shutil.copytree(f"{run}/1", f"{run}/{step}", copy_function=os.link)
+    return run
+
+
+@pytest.mark.parametrize("newest", [False, True], ids=["each", "newest"])
+@pytest.mark.parametrize("make", [lambda run, count: renamed(run_of(run, count), count), of_orbax])
+def test_a_poll_with_names_of_orbax_looks_at_few(
+    paths: Iterator[str], make: Callable[[str, int], str], newest: bool
+) -> None:
+    def taken(count: int) -> Counter[str]:
+        poll = following(newest=newest)(make(next(paths), count))
+        poll()
+        return counted(poll).system
+
+    assert taken(40) == taken(80)
+
+
 def test_a_manager_for_orbax_looks_for_one_step(paths: Iterator[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A save asks whether its step and the one before it exist, not which steps there are."""
 
     def taken(count: int) -> Counter[str]:
-        run = run_of(next(paths), count)
-        for step in range(1, count + 1):
-            os.rename(f"{run}/step-{step:08}", f"{run}/{step}")
+        run = renamed(run_of(next(paths), count), count)
         with ocp.CheckpointManager(run) as manager:
             monkeypatch.setattr(manager, "all_steps", None)
             for step in (1000, 1001):

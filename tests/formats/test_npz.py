@@ -69,11 +69,16 @@ def test_other_files_in_it_are_named(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "left out, because it cannot be read here: notes.txt" in caplog.text
 
 
-def test_a_leaf_with_leaves_below_it_is_refused(tmp_path: Path) -> None:
-    arrays: dict[str, Any] = {"a": np.ones(2), "a/b": np.ones(2)}
+def test_a_leaf_with_leaves_below_it_needs_a_template(tmp_path: Path) -> None:
+    """NumPy allows any names. There is no tree with such paths, and the advice of the error gives one."""
+    arrays: dict[str, Any] = {"a": np.ones(2), "a/b": np.zeros(2)}
     np.savez(tmp_path / "x.npz", **arrays)
-    with pytest.raises(CorruptError, match="a is a leaf and also has leaves below it"):
-        tr.open(tmp_path / "x.npz")
+    assert tr.open(tmp_path / "x.npz")["a/b"][:].tolist() == [0, 0]
+    with pytest.raises(UnsupportedError, match="restore with a template, or rename one by a rule"):
+        tr.restore(tmp_path / "x.npz")
+    assert tr.restore(tmp_path / "x.npz", {"a": {"b": np.ones(2)}}, extra="ignore")["a"]["b"].tolist() == [0, 0]
+    renamed = tr.restore(tmp_path / "x.npz", rules=[tr.rules.rename("a/b", "b")])
+    assert {path: array.tolist() for path, array in renamed.items()} == {"a": [1, 1], "b": [0, 0]}
 
 
 @pytest.mark.rare

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import scipy.io
 
 import torch_files
 import treering as tr
@@ -117,6 +118,12 @@ def tarred() -> bytes:
     return data.getvalue()
 
 
+def matlab() -> bytes:
+    data = io.BytesIO()
+    scipy.io.savemat(data, {"w": np.ones(3)})
+    return data.getvalue()
+
+
 LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)  # the first bytes of torch.save before 1.6
 KINDS = [
     ("epoch=3.ckpt", LEGACY, "a file of PyTorch before 1.6, a pickle.*; save it again where PyTorch is"),
@@ -130,6 +137,11 @@ KINDS = [
     ("model.bz2", bz2.compress(RANDOM), "compressed by bzip2"),
     ("model.xz", lzma.compress(RANDOM), "compressed by xz"),
     ("model.gguf", b"GGUF\x03\0\0\0" + bytes(500), "GGUF"),
+    ("model.onnx", b"\x08\x08\x12\x07pytorch" + bytes(500), "ONNX"),
+    ("data.mat", matlab(), "a file of MATLAB; load it with scipy.io.loadmat"),
+    ("new.mat", b"MATLAB 7.3 MAT-file".ljust(512) + b"\x89HDF\r\n\x1a\n", "a file of MATLAB, in HDF5"),
+    ("data.parquet", b"PAR1\x15\x04" + bytes(500), "Parquet, a table; load it with pandas.read_parquet"),
+    ("data.arrow", b"ARROW1\0\0" + bytes(500), "Arrow, a table"),
     ("model.bin", b"<!DOCTYPE html><html><head>", "a page of HTML"),
     ("empty", b"", "empty"),
 ]
@@ -141,7 +153,7 @@ def test_files_of_other_kinds(tmp_path: Path, name: str, data: bytes, text: str)
     path.write_bytes(data)
     with pytest.raises(UnsupportedError, match=rf"^{path}: it is {text}.*; of no format that is known here:\n  tree"):
         tr.open(path)
-    if name.endswith((".bin", ".pt", ".ckpt", ".pkl", ".h5")):
+    if name.endswith((".bin", ".pt", ".ckpt", ".pkl", ".h5", ".onnx", ".mat", ".parquet")):
         with pytest.raises(NotFoundError, match=rf"^{tmp_path}: {name} in it is {text}.*; of no format"):
             tr.open(tmp_path)
 

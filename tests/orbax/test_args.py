@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import treering.orbax as ocp
 from treering.errors import MismatchError, TreeringError, UnsupportedError
 from treering.orbax import registration
+from treering.orbax.errors import UnsupportedNameError
 
 
 class _Own(ocp.CheckpointHandler):
@@ -50,8 +51,12 @@ def test_every_name_that_is_listed_exists() -> None:
     assert ocp.type_handlers.ArrayRestoreArgs is ocp.ArrayRestoreArgs and ocp.checkpoint_manager.FileOptions
     assert ocp.checkpoint_manager.DEFAULT_ITEM_NAME == "default"
     assert ocp.PLACEHOLDER is ... and ocp.SaveArgs and ocp.Checkpointer and ocp.args.Composite
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = ocp.Nothing
+    for place in (ocp, ocp.args, ocp.v1.training):  # Such as a name of a later release.
+        with pytest.raises(
+            UnsupportedNameError, match=r"no attribute 'Nothing', and neither has Orbax .*migrate/orbax"
+        ):
+            _ = place.Nothing
+        assert not hasattr(place, "Nothing") and getattr(place, "Nothing", None) is None
 
 
 @pytest.mark.parametrize("name", ["type_handlers", "pathways", "serialization"])

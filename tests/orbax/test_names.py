@@ -18,7 +18,7 @@ from treering.orbax import namespaces
 from treering.orbax.errors import UnsupportedNameError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-RELEASE = "0.12.8"  # the release that the lists below were written for
+RELEASE = namespaces.RELEASE
 
 
 def ours(path: str) -> Any:

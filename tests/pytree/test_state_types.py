@@ -25,7 +25,7 @@ import spec_reader
 import treering as tr
 from jobs import run_job
 from treering._core.iterator_states import encode_state, pack, unpack, with_types
-from treering.errors import UnsupportedError
+from treering.errors import MismatchError, UnsupportedError
 
 pytestmark = pytest.mark.compat
 
@@ -252,7 +252,7 @@ class Tensor:
     def numel(self) -> int:
         return self._array.size
 
-    def numpy(self) -> Any:
+    def numpy(self, *, force: bool = False) -> Any:
         return self._array
 
     resolve_conj = resolve_neg = contiguous = lambda self: self
@@ -313,7 +313,10 @@ def exactly_torch(value: Any) -> Any:
 
 
 def test_tensors_that_would_change_are_refused(tmp_path: pathlib.Path, torch: Any) -> None:
-    cases = [("device", types.SimpleNamespace(type="cuda"), "on "), ("requires_grad", True, "requires a gradient")]
+    cases = [
+        ("device", types.SimpleNamespace(type="meta"), "on meta, which has no values"),
+        ("requires_grad", True, "requires a gradient"),
+    ]
     for name, value, says in cases:
         tensor = torch.tensor(np.ones(2, np.float32))
         if type(tensor) is Tensor:
@@ -324,6 +327,17 @@ def test_tensors_that_would_change_are_refused(tmp_path: pathlib.Path, torch: An
             tensor.requires_grad_()
         with pytest.raises(UnsupportedError, match=rf"data: an iterator with a torch.Tensor .*{says}.*\['t'\]"):
             tr.save(tmp_path / "c", {"data": Loader({"t": tensor})})
+
+
+def test_a_tensor_as_a_leaf_is_named(tmp_path: pathlib.Path, torch: Any) -> None:
+    """As a leaf of a state and of a template. Its dtype is none of NumPy's."""
+    tensor, advice = torch.tensor(np.ones(2, np.float32)), r"w: .*torch\.Tensor.*x\.numpy\(force=True\)"
+    with pytest.raises(UnsupportedError, match=advice):
+        tr.save(tmp_path / "c", {"w": tensor})
+    tr.save(tmp_path / "c", {"w": tensor.numpy(force=True)})
+    with pytest.raises(MismatchError, match=advice):
+        tr.restore(tmp_path / "c", {"w": tensor})
+    assert tr.restore(tmp_path / "c", {"w": tensor.numpy(force=True)})["w"].tolist() == [1, 1]
 
 
 @pytest.mark.slow

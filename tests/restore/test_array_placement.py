@@ -123,6 +123,34 @@ def test_a_format_is_a_sharding_with_a_layout(tmp_path: pathlib.Path, mesh: Mesh
                 assert np.array_equal(array, tree[name])
 
 
+def test_a_layout_of_other_axes_is_refused_by_name(tmp_path: pathlib.Path, mesh: Mesh) -> None:
+    tr.save(tmp_path / "c", {"b": jnp.ones(4), "w": jnp.arange(8.0).reshape(4, 2)})
+    place = NamedSharding(mesh, P())
+    for order in ((0,), (0, 2, 1), (0, 0)):
+        wish = Format(Layout(order), place)
+        like = {"b": jnp.ones(4), "w": jax.ShapeDtypeStruct((4, 2), np.float32, sharding=wish)}
+        for restore in (
+            lambda like=like: tr.restore(tmp_path / "c", like),
+            lambda wish=wish: tr.restore(tmp_path / "c", sharding={"b": None, "w": wish}),
+            lambda wish=wish: tr.Checkpointer(tmp_path / "run").restore_or_init(
+                lambda: {"w": jnp.ones((4, 2))}, sharding=wish
+            ),
+        ):
+            with pytest.raises(MismatchError, match=r"w: expected a layout that orders the 2 axes of .4, 2.") as error:
+                restore()
+            assert f"found the order {order}" in str(error.value)
+
+
+def test_a_spec_of_partial_sums_is_refused(tmp_path: pathlib.Path) -> None:
+    """A spec refers to the mesh that is set. JAX would raise NotImplementedError."""
+    tr.save(tmp_path / "c", {"w": jnp.ones((4, 4))})
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh), pytest.raises(MismatchError, match="w: expected a sharding of complete values"):
+        tr.restore(tmp_path / "c", sharding=P(unreduced={"d"}))
+    with jax.set_mesh(mesh), pytest.raises(MismatchError, match="does not fit the mesh that is set: Reduced axes x"):
+        tr.restore(tmp_path / "c", sharding=P(reduced={"x"}))
+
+
 @pytest.mark.slow
 def test_arrays_of_several_processes_keep_their_layout(tmp_path: pathlib.Path) -> None:
     body = """

@@ -92,6 +92,7 @@ def _order(value: Any) -> tuple[str, Any]:
 def _tensor_to_numpy(torch: Any, tensor: Any) -> np.ndarray:
     text = str(tensor.dtype).removeprefix("torch.")
     for is_odd, what in (
+        (tensor.device.type == "meta", "on meta, which has no values; load them, or leave it out of the state"),
         (tensor.device.type != "cpu", f"on {tensor.device}; put a copy on the CPU into the state"),
         (tensor.layout is not torch.strided or tensor.is_nested, "that is sparse or nested; use a dense one"),
         (tensor.requires_grad, "that requires a gradient; use tensor.detach()"),

@@ -328,7 +328,10 @@ def leaf_kind(leaf_type: type) -> str:
     if leaf_type is ValueEntry:
         return "entry"
     if leaf_type is jax.ShapeDtypeStruct:
-        raise UnsupportedError("a jax.ShapeDtypeStruct, which has no values")
+        raise UnsupportedError(
+            "a jax.ShapeDtypeStruct, which has no values; save the arrays that restore returns for it, or that the "
+            "function given to jax.eval_shape returns"
+        )
     if leaf_type.__name__ == "PRNGKeyArray":
         return "key"
     if isinstance(leaf_type, type(jax.Array)) or issubclass(leaf_type, jax.Array):

@@ -72,15 +72,20 @@ def unsupported_hint(leaf_type: type) -> str:
 
 @functools.lru_cache(maxsize=512)
 def mutable_hint(leaf_type: type) -> str:
-    """Returns advice for a mutable array of JAX or a hijax Variable of Flax, or "".
+    """Returns advice for a mutable array of JAX, a hijax Variable of Flax or a tensor of PyTorch, or "".
 
-    Both have a shape and a dtype, and yet are no arrays: JAX returns the same object from `device_get`, so a save in
-    the background would write what it is later.
+    They have a shape and a dtype, and yet are no arrays: JAX returns the same object from `device_get`, so a save in
+    the background would write what it is later. Tensors have dtypes of their own.
     """
     if leaf_type.__name__ == "HijaxVariable" and leaf_type.__module__.startswith("flax."):
         return "nnx.to_pure_dict(nnx.state(model)) has its value, and nnx.replace_by_pure_dict takes it back"
     if issubclass(leaf_type, getattr(jax, "Ref", ())):
-        return "save its value, x[...] or jax.freeze(x); for a state of NNX, nnx.to_pure_dict(state) has all values"
+        return "use its value, x[...] or jax.freeze(x); for a state of NNX, nnx.to_pure_dict(state) has all values"
+    if leaf_type.__module__.partition(".")[0] == "torch" and hasattr(leaf_type, "numpy"):
+        return (
+            "convert it to an array: x.numpy(force=True), or x.float().numpy(force=True) of bfloat16; on the device "
+            "meta it has no values, so load them first"
+        )
     return ""
 
 

@@ -188,7 +188,8 @@ def _flatten_tree(tree: Any) -> FlatTree:
         except UnsupportedError as error:
             problems.append(f"  {path or '(root)'}: {error}")
         except (TypeError, ValueError) as error:  # JAX sorts dict keys, and keys of several types cannot be sorted.
-            problems.append(f"  {path or '(root)'}: JAX cannot flatten this {type(value).__name__}: {error}")
+            advice = "; give it keys of one type that sorts, such as str" if isinstance(value, dict) else ""
+            problems.append(f"  {path or '(root)'}: JAX cannot flatten this {type(value).__name__}: {error}{advice}")
     if len(set(paths)) != len(paths):
         seen: set[str] = set()
         twice = {p for p in paths if p in seen or seen.add(p)}

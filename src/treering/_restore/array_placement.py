@@ -1,7 +1,7 @@
 """Makes JAX arrays of host arrays: chooses the sharding of each array, and transfers them in one batch."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ def choose_shardings(
     arrays: returns for each leaf an object with the shape and dtype, and None for a leaf that is not an array.
     """
     wishes, layouts = split_formats(requested_shardings(wish, template, paths, leaves, arrays))
+    check_layouts(layouts, paths, arrays)
     return on_real_devices(wishes, paths, arrays), layouts
 
 
@@ -73,6 +74,19 @@ def split_formats(wishes: Sequence[Any]) -> tuple[list[Any], dict[int, tuple[int
             if order := getattr(wish.layout, "major_to_minor", None):
                 layouts[n] = tuple(order)
     return places, layouts
+
+
+def check_layouts(
+    layouts: Mapping[int, tuple[int, ...]], paths: Sequence[str], arrays: Callable[[], Sequence[Any]]
+) -> None:
+    """Raises `MismatchError` for a layout that does not order all axes of its array."""
+    for n, order in layouts.items():
+        array = arrays()[n]
+        if array is not None and sorted(order) != [*range(len(array.shape))]:
+            raise MismatchError(
+                f"{paths[n] or '(root)'}: expected a layout that orders the {len(array.shape)} axes of "
+                f"{list(array.shape)}, found the order {order}; give this array a Format of its own, or a sharding"
+            )
 
 
 def on_real_devices(
@@ -165,7 +179,7 @@ def _concrete(wish: Any, mesh: Any, path: str) -> ShardingOrNone:
         if mesh is None:
             raise MismatchError(f"{path}: {wish} needs a mesh; set one with jax.set_mesh, or pass a NamedSharding")
         try:
-            return NamedSharding(mesh, wish, memory_kind=memory_kind)
+            wish = NamedSharding(mesh, wish, memory_kind=memory_kind)
         except ValueError as error:
             raise MismatchError(f"{path}: {wish} does not fit the mesh that is set: {error}") from None
     if not isinstance(wish, Sharding):

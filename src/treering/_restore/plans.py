@@ -183,10 +183,12 @@ def _with_places(
     entries = [plan.entries.get(path) for path in paths]
     arrays = functools.cache(lambda: [_shaped(target) for target in plan.targets])
     as_saved = isinstance(sharding, str)
-    wished = [None] * len(paths) if as_saved or sharding is None else _place.requested_shardings(
-        sharding, template, paths, leaves, arrays if initial else lambda: [_placed_array(target) for target in targets]
-    )  # fmt: skip
+    movable = arrays if initial else functools.cache(lambda: [_placed_array(target) for target in targets])
+    wished: list[Any] = [None] * len(paths)
+    if not as_saved and sharding is not None:
+        wished = _place.requested_shardings(sharding, template, paths, leaves, movable)
     wished, layouts = _place.split_formats(wished)
+    _place.check_layouts(layouts, paths, movable)
     if as_saved or initial:
         recorded = as_saved or records_kinds(plan.source)  # A foreign format records no places, so `init` says them.
         saved = saved_shardings.saved_shardings(
@@ -208,6 +210,7 @@ def _with_places(
     elif sharding is None:
         wished = _place.requested_shardings(None, template, paths, leaves, arrays)
         layouts.update(saved_shardings.template_layouts(leaves))
+        _place.check_layouts(layouts, paths, arrays)
         saved_shardings.warn_if_gathered(name, plan.source, paths, entries, targets, wished)
     else:
         plan = plan._replace(targets=_moved(plan, wished, name))

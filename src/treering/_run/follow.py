@@ -60,7 +60,9 @@ def follow(
 def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterator[Checkpoint]:
     store = stores.get(run)
     seen: dict[int, object] = {}  # the versions of steps that were reached
-    known: dict[str, int] = {}  # those that the last listing had, by the names of their directories
+    # The steps that the last poll knew: Treering's, and those of other libraries.
+    own: dict[int, StepPath] = {}
+    others: dict[int, StepPath] = {}
     yielded: dict[int, object] = {}
     waiting_since = time.monotonic()
     with reading(run):
@@ -74,17 +76,18 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
             # Before the listing, which is then complete.
             finished = store.stat(posixpath.join(run, _run.FINISHED_MARK))
         with store.glance(run):
+            again = _looked_at_again(sorted({*own, *others}), poll)
+            passed = {step for step in own if step not in again} if store.has_folders else set[int]()
+            committed = {posixpath.basename(own[step].path) for step in passed}
+            foreign = {step: one for step, one in others.items() if step not in again}
+            found = _run.located_steps(store, run, committed=committed, foreign=foreign)
             if newest:
-                found = _run.located_steps(store, run)
                 new = _newest_unseen(store, found, after, seen, yielded)
             else:
-                passed = known.keys() - _looked_at_again([*known], poll) if store.has_folders else set[str]()
-                found = _run.located_steps(store, run, committed=passed)
-                names = {posixpath.basename(one.path): step for step, one in found.items() if step > after}
-                looked_at = [step for name, step in names.items() if name not in passed]
+                looked_at = [step for step in found if step > after and step not in passed and step not in foreign]
                 versions = [(step, _checkpoint_version(store, found[step].path)) for step in looked_at]
                 new = [(step, version) for step, version in versions if not _has(seen, step, version)]
-                known = names
+            own, others = found.looked_at
         for step, version in new:
             seen[step] = version
             if ckpt := _open_or_skip(store, step, *found[step]):
@@ -101,11 +104,11 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
             time.sleep(_POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout))
 
 
-def _looked_at_again(names: list[str], poll: int) -> set[str]:
-    """Returns the names of steps that a poll looks at again: they may have been replaced since the poll before."""
-    older = names[:-_LOOKED_AT_AGAIN]
+def _looked_at_again(steps: list[int], poll: int) -> set[int]:
+    """Returns the steps that a poll looks at again: they may have been replaced since the poll before."""
+    older = steps[:-_LOOKED_AT_AGAIN]
     begin = poll * _LOOKED_AT_AGAIN % max(len(older), 1)
-    return {*names[-_LOOKED_AT_AGAIN:], *older[begin : begin + _LOOKED_AT_AGAIN]}
+    return {*steps[-_LOOKED_AT_AGAIN:], *older[begin : begin + _LOOKED_AT_AGAIN]}
 
 
 def _newest_unseen(

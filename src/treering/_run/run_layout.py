@@ -83,49 +83,57 @@ def list_step_names(store: Store, run: str, prefix: str | None = None) -> list[t
     with store.glance(run):
         with reading(run):
             names = store.list(run)
-        return _committed_names(store, run, names, prefix)
+        is_step = functools.cache(functools.partial(is_committed, store, run))
+        return [(step, name) for step, name in _candidates(store, run, names, prefix, is_step) if is_step(name)]
 
 
-def _committed_names(
-    store: Store, run: str, names: Sequence[str], prefix: str | None, committed: Container[str] = ()
+def _candidates(
+    store: Store, run: str, names: Sequence[str], prefix: str | None, is_step: Callable[[str], bool]
 ) -> list[tuple[int, str]]:
-    def is_step(name: str) -> bool:
-        return name in committed or is_committed(store, run, name)
-
-    def steps(prefix: str) -> list[tuple[int, str]]:
-        return [(step, name) for step, name in _named_steps(names, prefix) if is_step(name)]
-
-    if prefix is not None:
-        return steps(prefix)
-    if found := steps(DEFAULT_PREFIX):
+    """Returns the names that the steps of a run have, ascending; see `list_step_names`. Few of them are looked at."""
+    found = _named_steps(names, DEFAULT_PREFIX if prefix is None else prefix)
+    if prefix is not None or any(is_step(name) for _, name in reversed(found)):
         return found
-    others = {match[1] for name in names if (match := _ANY_STEP_NAME.fullmatch(name)) and is_step(name)}
+    others = _runs_of(_ANY_STEP_NAME, names, is_step)
     if len(others) > 1:
         raise MismatchError(
             f"{run}: expected steps whose names begin with {DEFAULT_PREFIX!r}, found several other prefixes: "
             f"{join_names(tuple(sorted(others)))}; open a step by its own path, or pass prefix= to Checkpointer"
         )
     if others:
-        return steps(others.pop())
+        return _named_steps(names, *others)
     return _short_named_steps(store, run, names)
 
 
-def _short_named_steps(store: Store, run: str, names: Sequence[str]) -> list[tuple[int, str]]:
-    """Returns the steps with names as Orbax gives them. Separate checkpoints may have such names, too.
-
-    Then the names have several prefixes, or the manifests have other steps. If the system cannot look up a manifest,
-    the directory is left out: it may be a step of another library, which gives such names, too.
-    """
-    found: dict[str, list[tuple[int, str]]] = {}
+def _runs_of(
+    pattern: re.Pattern[str], names: Sequence[str], is_step: Callable[[str], bool]
+) -> dict[str, list[tuple[int, str]]]:
+    """Returns the names with each prefix that one of the steps has, ascending. Looks at the newest names first."""
+    runs: dict[str, list[tuple[int, str]]] = {}
     for name in names:
-        if match := _SHORT_STEP_NAME.fullmatch(name):
-            path = posixpath.join(run, name)
-            with contextlib.suppress(UnreadableError, PermissionError), reading(path):
-                if (manifest := summary.stat_manifest(store, path)) and manifest.is_file:
-                    found.setdefault(match[1], []).append((int(match[2]), name))
-    steps = sorted(found.get("") or (next(iter(found.values())) if len(found) == 1 else []))
+        if match := pattern.fullmatch(name):
+            runs.setdefault(match[1], []).append((int(match[2]), name))
+    ordered = {prefix: sorted(run) for prefix, run in runs.items()}
+    return {prefix: run for prefix, run in ordered.items() if any(is_step(name) for _, name in reversed(run))}
+
+
+def _short_named_steps(store: Store, run: str, names: Sequence[str]) -> list[tuple[int, str]]:
+    """Returns the names of steps, as Orbax gives them. Separate checkpoints may have such names, too.
+
+    Then the names have several prefixes, or the manifests have other steps. A manifest that the system cannot look up
+    decides nothing: the directory may be a step of another library, which gives such names, too.
+    """
+
+    def has_manifest(name: str) -> bool:
+        path = posixpath.join(run, name)
+        with contextlib.suppress(UnreadableError, PermissionError), reading(path):
+            return bool((found := summary.stat_manifest(store, path)) and found.is_file)
+        return False
+
+    found = _runs_of(_SHORT_STEP_NAME, names, has_manifest)
+    steps = found.get("") or (next(iter(found.values())) if len(found) == 1 else [])
     for step, name in reversed(steps):  # The newest one that can be read decides.
-        if (known := summary.is_step(store, posixpath.join(run, name), step)) is not None:
+        if has_manifest(name) and (known := summary.is_step(store, posixpath.join(run, name), step)) is not None:
             return steps if known else []
     return steps
 
@@ -165,6 +173,7 @@ class Steps(Mapping[int, T]):
     others: returns the steps of other libraries among the names that are not given; None to leave them out. If both
         have a step, Treering's counts.
     committed: the names of directories that the caller knows to be committed steps, if they are in the listing.
+    foreign: the names of those that it knows to be steps of other libraries.
 
     Raises `MismatchError` if two names claim one step.
     """
@@ -177,18 +186,15 @@ class Steps(Mapping[int, T]):
         made: Callable[[str], T],
         others: Callable[[Container[str]], Mapping[int, T]] | None = None,
         committed: Container[str] = (),
+        foreign: Container[str] = (),
     ):
         self._store, self._run, self._made, self._others = store, run, made, others
         with store.glance(run):
             with reading(run):
-                names = store.list(run)
+                names = [name for name in store.list(run) if name not in foreign]
             self._looked = {name: True for name in names if name in committed}
-            found = _named_steps(names, DEFAULT_PREFIX if prefix is None else prefix)
-            if prefix is None and not any(self._is_committed(name) for _, name in reversed(found)):
-                found = _committed_names(store, run, names, None, committed)
-                self._looked = {name: True for _, name in found}
             self._names: dict[int, str] = {}
-            for step, name in found:
+            for step, name in _candidates(store, run, names, prefix, self._is_committed):
                 other = self._names.get(step)
                 if other is not None and self._is_committed(other):
                     if self._is_committed(name):
@@ -205,6 +211,13 @@ class Steps(Mapping[int, T]):
     def listed(self) -> Mapping[int, str]:
         """The steps in the listing, and the names of their directories. Some may not be committed."""
         return self._names
+
+    @property
+    def looked_at(self) -> tuple[dict[int, T], dict[int, T]]:
+        """The committed steps that were looked at so far: Treering's, and those of other libraries."""
+        own = {step: self._made(name) for step, name in self._names.items() if self._looked.get(name)}
+        complete: Mapping[int, T] = self.__dict__.get("_complete", {})
+        return own, {step: made for step, made in complete.items() if step not in own}
 
     def _is_committed(self, name: str) -> bool:
         if name not in self._looked:
@@ -289,6 +302,7 @@ def located_steps(
     only: None = None,
     foreign_prefix: str | None = None,
     committed: Container[str] = (),
+    foreign: Mapping[int, formats.StepPath] | None = None,
 ) -> Steps[formats.StepPath]: ...
 @overload
 def located_steps(
@@ -298,6 +312,7 @@ def located_steps(
     only: formats.Format | None = None,
     foreign_prefix: str | None = None,
     committed: Container[str] = (),
+    foreign: Mapping[int, formats.StepPath] | None = None,
 ) -> Steps[formats.StepPath] | dict[int, formats.StepPath]: ...
 def located_steps(
     store: Store,
@@ -306,19 +321,22 @@ def located_steps(
     only: formats.Format | None = None,
     foreign_prefix: str | None = None,
     committed: Container[str] = (),
+    foreign: Mapping[int, formats.StepPath] | None = None,
 ) -> Steps[formats.StepPath] | dict[int, formats.StepPath]:
     """Returns the committed steps, ascending, with those that other libraries have left in the directory.
 
     If both have a step, Treering's is returned. only: returns just the steps of this format. foreign_prefix: returns
-    just the steps of other libraries whose names have this prefix. committed: as for `Steps`.
+    just the steps of other libraries whose names have this prefix. committed: as for `Steps`. foreign: the steps of
+    other libraries that the caller knows.
     """
 
     def others(ours: Container[str]) -> dict[int, formats.StepPath]:
-        return formats.foreign_steps(store, run, ours, only, foreign_prefix)
+        return formats.foreign_steps(store, run, ours, only, foreign_prefix, foreign)
 
     made = lambda name: formats.StepPath(posixpath.join(run, name))  # noqa: E731
     if only is None:
-        return Steps(store, run, prefix, made, others, committed)
+        names = {posixpath.basename(one.path) for one in (foreign or {}).values()}
+        return Steps(store, run, prefix, made, others, committed, names)
     if only.name == "treering":
         return Steps(store, run, prefix, made)
     with store.glance(run):

@@ -368,7 +368,12 @@ def check_open(store: Store, folder: str, name: str) -> None:
 
 
 def foreign_steps(
-    store: Store, folder: str, ours: Container[str] = (), only: Format | None = None, prefix: str | None = None
+    store: Store,
+    folder: str,
+    ours: Container[str] = (),
+    only: Format | None = None,
+    prefix: str | None = None,
+    known: Mapping[int, StepPath] | None = None,
 ) -> dict[int, StepPath]:
     """Returns the steps in a folder that other libraries have written, by step number.
 
@@ -377,12 +382,15 @@ def foreign_steps(
     ours: names in the folder that are not considered.
     only: the format to look for; by default all except the native one.
     prefix: the text before the numbers in the names that are considered; by default any.
+    known: such steps that the caller has found before. Those that are still in the folder are not looked at.
     """
-    found: dict[int, StepPath] = {}
     with reading(folder), store.glance(folder):
         listed = [name for name in store.list(folder) if name not in ours]
         if prefix is not None:
             listed = [name for name in listed if name.rstrip("0123456789") == prefix]
+        names = {posixpath.basename(one.path): (step, one) for step, one in (known or {}).items()}
+        found = dict(names[name] for name in listed if name in names)
+        listed = [name for name in listed if name not in names]
         if not listed:  # An empty run, or one of Treering only: most calls. A dozen formats need not be asked.
             return found
         store = store if only else _LookedOnce(store, folder)  # type: ignore[assignment]

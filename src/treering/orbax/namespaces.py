@@ -15,6 +15,7 @@ from .errors import UnsupportedNameError
 
 T = TypeVar("T")
 
+RELEASE = "0.12.8"  # the release of Orbax whose names are in the table
 _ROOT = "treering.orbax"
 _POLICIES_TO_KEEP = (
     "AnyPreservationPolicy BestN CustomSteps EveryNSeconds EveryNSteps EveryNStepsClosest LatestDuration LatestN "
@@ -216,8 +217,8 @@ def homes(namespace: str) -> dict[str, tuple[str, str]]:
 def lookup(namespace: str) -> Callable[[str], Any]:
     """Returns the `__getattr__` of a namespace.
 
-    It raises `AttributeError` for a name that is neither in the table nor one that there is advice about, and
-    `UnsupportedNameError`, which is an `AttributeError`, if the advice is about the entire namespace.
+    It raises `UnsupportedNameError`, which is an `AttributeError`, for a name that is neither in the table nor one that
+    there is advice about, such as one of a later release of Orbax, and if the advice is about the entire namespace.
     """
     known = homes(namespace)
     place = f"{_ROOT}.{namespace}".rstrip(".")
@@ -228,8 +229,13 @@ def lookup(namespace: str) -> Callable[[str], Any]:
             module, attribute = known[name]
             found = importlib.import_module(f"{_ROOT}.{module}")
             value = getattr(found, attribute) if attribute else found
-        elif name.startswith("_") or not advice(path):
+        elif name.startswith("_"):
             raise AttributeError(f"module {place!r} has no attribute {name!r}")
+        elif not advice(path):
+            raise UnsupportedNameError(
+                f"module {place!r} has no attribute {name!r}, and neither has Orbax {RELEASE}, whose names it has; "
+                "docs/migrate/orbax.md lists the calls of Treering"
+            )
         elif _advice_on_name(path):
             value = refused(path)
         else:

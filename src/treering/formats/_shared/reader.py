@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -126,7 +127,8 @@ class ForeignReader:
         self.format, self.path = format, path
         self.entries: dict[str, Entry] = {entry.path: entry for entry in entries}
         if len(self.entries) != len(entries):
-            raise CorruptError(f"{path}: two leaves have one path")
+            twice = next(name for name, count in Counter(entry.path for entry in entries).items() if count > 1)
+            raise CorruptError(f"{path}: two leaves have one path: {twice}")
         self.skeleton = skeleton
         self.step, self.metrics, self.metadata, self.nbytes = step, dict(metrics or {}), metadata, nbytes
         self.created = created

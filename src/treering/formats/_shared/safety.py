@@ -38,7 +38,10 @@ def _is_inside(name: str) -> bool:
 
 
 def check_distinct(paths: Sequence[str], where: str) -> None:
-    """Raises `CorruptError` for two leaves with one path, and for a leaf that has other leaves below it."""
+    """Raises `CorruptError` for two leaves with one path, and for a leaf that has other leaves below it.
+
+    Only for formats that store a tree. Names of other files may be any, and a template may fit them.
+    """
     for path, following in itertools.pairwise(sorted(paths, key=lambda path: path.split("/"))):
         if following == path:
             raise CorruptError(f"{where}: two leaves have one path: {path}")

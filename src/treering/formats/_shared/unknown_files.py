@@ -38,6 +38,10 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xfd7zXZ\0", f"compressed by xz; {_UNPACK_ADVICE}"),
     (0, b"\x28\xb5\x2f\xfd", f"compressed by zstd; {_UNPACK_ADVICE}"),
     (0, b"7z\xbc\xaf\x27\x1c", f"a 7z archive; {_UNPACK_ADVICE}"),
+    (0, b"MATLAB 5.0 MAT", "a file of MATLAB; load it with scipy.io.loadmat, and save its arrays"),
+    (0, b"MATLAB 7.3 MAT", "a file of MATLAB, in HDF5; load it with h5py, and save its arrays"),
+    (0, b"PAR1", "Parquet, a table; load it with pandas.read_parquet or pyarrow, and save its columns as arrays"),
+    (0, b"ARROW1", "Arrow, a table; load it with pyarrow, and save its columns as arrays"),
     (4, b"TFL3", "a model of TensorFlow Lite; open the checkpoint that it was made from"),
     (257, b"ustar", f"a tar archive; {_UNPACK_ADVICE}"),
     (0, b"<!DOCTYPE", "a page of HTML, as a failed download leaves it; fetch the file again"),
@@ -64,6 +68,7 @@ _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_SUFFIXES = (
     *_TORCH_SUFFIXES,
     *(".pkl", ".pickle", ".h5", ".keras", ".npy", ".npz", ".gguf", ".tflite", ".zip", ".tar", ".gz", ".tgz"),
+    *(".onnx", ".mat", ".parquet", ".arrow"),
 )
 
 
@@ -173,6 +178,8 @@ def _describe_file(store: Store, path: str) -> str | None:
         return "empty; fetch it again"
     if begin.startswith(b"PK\x03\x04"):
         return _describe_zip(begin, path)
+    if begin[0] == 8 and path.endswith(".onnx"):  # The version, which the file has first; it has no signature.
+        return "ONNX, a program with weights; open the checkpoint that it was made from"
     return next((what for at, magic, what in _SIGNATURES if begin[at:].startswith(magic)), None)
 
 

@@ -14,7 +14,6 @@ from ..._core.leaf_paths import key_text
 from ...errors import CorruptError, UnsafeError
 from ...stores.file_io import is_file, read_file
 from ...stores.store import Store
-from .._shared.safety import check_distinct
 from . import array as zarr
 from .folder import DATABASE, MAX_METADATA_BYTES, Driver, Folder
 from .metadata import FILES
@@ -52,9 +51,7 @@ def read_tree(store: Store, path: str, missing: zarr.Missing) -> ZarrTree:
             place, file = _path(prefix + name), FILES["zarr3" if folder.ocdbt else "zarr"]
             why = "expected the metadata of the array that these chunks belong to, found nothing"
             entries.setdefault(place, lost_entry(place, f"{posixpath.join(folder.path, name, file)}: {why}"))
-    paths = sorted(entries)
-    check_distinct(paths, path)
-    return ZarrTree([entries[name] for name in paths], arrays)
+    return ZarrTree([entries[name] for name in sorted(entries)], arrays)
 
 
 def read_group(store: Store, folder: str) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from .._shared import strict_json
 from .._shared.extents import Runs
 from .._shared.pieces import Pieces
 from .._shared.reader import ForeignReader, Stored, attempts, check_file
-from .._shared.safety import check_distinct, check_inside
+from .._shared.safety import check_inside
 from .._shared.zips import damage_of, locate, open_zip
 from ..safetensors.schema import path_of
 from ..torch.archive import Storage
@@ -77,7 +77,6 @@ class KerasReader(ForeignReader):
                 join_names(tuple(sorted(self.ambiguous_dtypes))),
             )
         entries = [entry for one in opened for entry in one.entries]
-        check_distinct([entry.path for entry in entries], path)
         metadata: dict[str, Any] = {}
         for one in opened:
             metadata |= one.metadata

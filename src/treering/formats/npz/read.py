@@ -21,7 +21,6 @@ from ...stores.store import Store
 from .._shared.extents import check_shape
 from .._shared.npy import read_header
 from .._shared.reader import ForeignReader, Stored
-from .._shared.safety import check_distinct
 from .._shared.zips import damage_of, open_zip
 from ..safetensors.schema import path_of
 
@@ -45,7 +44,6 @@ class NpzReader(ForeignReader):
         entries = [
             ArrayEntry(paths[m.filename], "numpy", *arrays[m.filename].kind) for m in members if m.filename in arrays
         ]
-        check_distinct([entry.path for entry in entries], path)
         stored: dict[str, Stored] = {paths[name]: array for name, array in arrays.items()}
         self.ambiguous_dtypes = frozenset(paths[name] for name, array in arrays.items() if not array.certain)
         if self.ambiguous_dtypes:
