@@ -23,6 +23,7 @@ import xxhash
 import treering as tr
 from helpers import assert_same
 from hostile_input import flip
+from treering import stores
 from treering.errors import CorruptError, ExistsError, MismatchError, UnsafeError, UnsupportedError
 
 zstandard = pytest.importorskip("zstandard")
@@ -363,9 +364,11 @@ def test_a_stream_of_ours_is_converted(format: str, name: str, read: Any, tmp_pa
     trees = _trees(3)
     with tr.Publisher(tmp_path / "ours") as publisher:
         for number, tree in enumerate(trees):
-            publisher.publish(number, tree)
-    for number in tr.steps(tmp_path / "ours"):
-        tr.convert(tmp_path / "ours", tmp_path / "theirs" / name.format(number), step=number, format=format)
+            publisher.publish(number + 7, tree, metrics={"reward": 1.0})
+    for number, step in enumerate(tr.steps(tmp_path / "ours")):
+        path = tmp_path / "theirs" / name.format(number)
+        tr.convert(tmp_path / "ours", path, step=step, format=format)
+        assert (tr.open(path).step, tr.open(path).metrics, tr.open(path).metadata) == (number, {}, None)
     assert read(tmp_path / "theirs", 2)["layer/w"].tobytes() == np.asarray(trees[2]["layer"]["w"]).tobytes()
     assert next(tr.follow_weights(tmp_path / "theirs", timeout=0)).version == 2
 
@@ -411,10 +414,18 @@ def test_versions_that_cannot_be_written(
 
 
 def test_a_version_in_a_bucket(bucket: str) -> None:
+    """There a killed writer may leave differences without their index."""
     trees = _trees(3)
-    for number, tree in enumerate(trees):
-        tr.save(f"{bucket}/s/weight_v{number:06d}", tree, format="slime")
-        assert_same(tr.restore(f"{bucket}/s/weight_v{number:06d}", tree), tree)
+    paths = [f"{bucket}/s/weight_v{number:06d}" for number in range(4)]
+    for path, tree in zip(paths, trees, strict=False):
+        tr.save(path, tree, format="slime")
+        assert_same(tr.restore(path, tree), tree)
+    stores.get(bucket).delete(f"{paths[2]}/model.safetensors.index.json")
+    assert tr.steps(f"{bucket}/s") == [0, 1]
+    tr.save(paths[3], trees[1], format="slime")
+    tr.save(paths[2], trees[2], format="slime", overwrite=True)
+    for path, tree in zip(paths, [*trees, trees[1]], strict=True):
+        assert_same(tr.restore(path, tree), tree)
 
 
 @pytest.mark.skipif(not RECEIVER, reason="SLIME_RECEIVER names no file local_checkpoint.py of slime's patch to SGLang")

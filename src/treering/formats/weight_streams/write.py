@@ -67,8 +67,9 @@ def write_version(
             _log.warning("%s: the version before cannot be read, so this one is complete: %s", path, error)
     pattern = safetensors.checked(None, "model")
     companions = _companions(layout, store, path, number) if number else {}
+    metadata = safetensors.encode_metadata(number, {}, None)
     return safetensors.write_folder(
-        store, path, contents, contents.metadata, _SHARD_BYTES, pattern, companions, overwrite=overwrite
+        store, path, contents, metadata, _SHARD_BYTES, pattern, companions, overwrite=overwrite
     )
 
 
