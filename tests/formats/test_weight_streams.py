@@ -536,3 +536,18 @@ def test_large_tensors_are_made_once(write: Write, tmp_path: pathlib.Path, monke
     first = np.asarray(ckpt["model.a.weight"][:10])
     slices[0].view(np.uint8)[:] = 0  # It belongs to the caller.
     assert np.array_equal(np.asarray(ckpt["model.a.weight"][:10]), first) and first.view(np.uint8).any()
+
+
+def test_large_files_next_to_weights_stay(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treering.formats.weight_streams import write
+
+    monkeypatch.setattr(write, "_MAX_COMPANION_BYTES", 3)
+    tree = _trees(1)[0]
+    tr.save(tmp_path / "weight_v000019", tree, format="slime")
+    (tmp_path / "weight_v000019" / "config.json").write_text("{}")
+    (tmp_path / "weight_v000019" / "model.gguf").write_text("large")
+    tr.save(tmp_path / "weight_v000020", tree, format="slime")
+    assert sorted(os.listdir(tmp_path / "weight_v000020")) == ["config.json", "model.safetensors"]
+    assert "model.gguf: is not copied to the next complete version, because it is large" in caplog.text
