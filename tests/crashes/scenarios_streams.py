@@ -13,12 +13,14 @@ from treering._publish.publisher import Publisher
 from treering._publish.pull import pull
 from treering._run.open import open_checkpoint
 from treering._run.run_layout import steps
+from treering._save.save import save
 from treering._tools.verify import verify
 from treering.errors import NotFoundError, TreeringError
 
 from .recording import RecordingDisk, View
 from .scenarios import NOTHING, Broken, Record, Scenario
 
+Save = Callable[[Path, int], None]
 _STREAM, _DIRECTORY = "streams/policy", "engine"
 
 
@@ -28,6 +30,9 @@ def streams() -> Iterator[Scenario]:
     yield _of_stream("stream: keeping the last", _retaining, before=(1, 2, 3))
     yield _of_stream("stream: an error of the disk, publishing", _failing, before=(1,), broken="failing")
     yield _of_stream("stream: killed, then published", _killed, before=(1, 2), broken="killed")
+    for format, name in (("slime", "weight_v{:06d}"), ("skyrl", "delta-{:08d}")):
+        yield _of_versions(format, name, _saving)
+        yield _of_versions(format, name, _killed_saving, broken="killed")
     yield _of_directory("pull: first version", _pulling(NOTHING, "2"), before=(1, 2))
     yield _of_directory("pull: a later version", _pulling("1", "2"), before=(1,), after=(2,))
     yield _of_directory("pull: killed, then pulled", _killed_pulling, before=(1,), after=(2,), broken="killed")
@@ -42,6 +47,28 @@ def _of_stream(name: str, record: Record, *, before: Sequence[int] = (), broken:
         prepare=lambda root: _publish(root / _STREAM, *before),
         broken=broken,
         subject="stream",
+    )
+
+
+def _of_versions(format: str, name: str, record: Callable[[Path, RecordingDisk, Save], None], **how: Any) -> Scenario:
+    """Versions for the receivers of PyTorch's trainers."""
+
+    def save_version(stream: Path, version: int) -> None:
+        save(stream / name.format(version), _weights(version), format=format, overwrite=True)
+
+    def again(root: Path, seen: View) -> None:
+        following = int(seen.split()[-1]) + 1
+        save_version(root / _STREAM, following)
+        assert _look_at(root / _STREAM) == f"{seen} {following}"
+
+    return Scenario(
+        name=f"stream for {format}: {'killed, then saved' if how else 'saving'}",
+        record=lambda root, disk: record(root / _STREAM, disk, save_version),
+        look=lambda root: _look_at(root / _STREAM),
+        again=again,
+        prepare=lambda root: save_version(root / _STREAM, 0),
+        subject=f"stream for {format}",
+        **how,
     )
 
 
@@ -164,6 +191,23 @@ def _killed(stream: Path, disk: RecordingDisk) -> None:
     disk.expect("1 2", seen, f"{seen} 4")
     _publish(stream, 4)
     disk.expect(f"{seen} 4")
+
+
+def _saving(stream: Path, disk: RecordingDisk, save_version: Save) -> None:
+    disk.expect("0", "0 1")
+    save_version(stream, 1)
+    disk.expect("0 1", "0 1 2")
+    save_version(stream, 2)
+    disk.expect("0 1 2")
+
+
+def _killed_saving(stream: Path, disk: RecordingDisk, save_version: Save) -> None:
+    disk.expect("0", "0 1")
+    with contextlib.suppress(TreeringError, OSError):
+        save_version(stream, 1)
+    disk.revive()
+    save_version(stream, 1)
+    disk.expect("0 1")
 
 
 def _pulling(before: View, after: View) -> Callable[[Path, RecordingDisk], None]:

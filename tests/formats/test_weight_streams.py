@@ -23,6 +23,7 @@ import xxhash
 import treering as tr
 from helpers import assert_same
 from hostile_input import flip
+from treering import stores
 from treering.errors import CorruptError, ExistsError, MismatchError, UnsafeError, UnsupportedError
 
 zstandard = pytest.importorskip("zstandard")
@@ -363,9 +364,11 @@ def test_a_stream_of_ours_is_converted(format: str, name: str, read: Any, tmp_pa
     trees = _trees(3)
     with tr.Publisher(tmp_path / "ours") as publisher:
         for number, tree in enumerate(trees):
-            publisher.publish(number, tree)
-    for number in tr.steps(tmp_path / "ours"):
-        tr.convert(tmp_path / "ours", tmp_path / "theirs" / name.format(number), step=number, format=format)
+            publisher.publish(number + 7, tree, metrics={"reward": 1.0})
+    for number, step in enumerate(tr.steps(tmp_path / "ours")):
+        path = tmp_path / "theirs" / name.format(number)
+        tr.convert(tmp_path / "ours", path, step=step, format=format)
+        assert (tr.open(path).step, tr.open(path).metrics, tr.open(path).metadata) == (number, {}, None)
     assert read(tmp_path / "theirs", 2)["layer/w"].tobytes() == np.asarray(trees[2]["layer"]["w"]).tobytes()
     assert next(tr.follow_weights(tmp_path / "theirs", timeout=0)).version == 2
 
@@ -396,21 +399,33 @@ def test_versions_that_cannot_be_written(
     tr.save(tmp_path / name.format(2), tree, format=format, overwrite=True)
     (file,) = (tmp_path / name.format(2)).glob("*.safetensors")
     flip(file, file.stat().st_size - 2)
-    with pytest.raises(CorruptError, match=name.format(2)):
+    if format == "skyrl":
+        with pytest.raises(CorruptError, match=name.format(2)):
+            tr.save(tmp_path / name.format(3), tree, format=format)
+        assert sorted(os.listdir(tmp_path)) == [name.format(number) for number in range(3)]
+        return
+    for gone in (1, 3):  # what version 2 is made from, then version 3 itself, which is complete
         tr.save(tmp_path / name.format(3), tree, format=format)
-    assert sorted(os.listdir(tmp_path)) == [name.format(number) for number in range(3)]
-    shutil.rmtree(tmp_path / name.format(1))
-    if format == "slime":
-        tr.save(tmp_path / name.format(3), tree, format=format)  # complete, because of its base
-        assert "the version before is damaged, so this one is complete" in caplog.text
+        assert "the version before cannot be read, so this one is complete" in caplog.text
         assert_same(tr.restore(tmp_path / name.format(3), tree), tree)
+        shutil.rmtree(tmp_path / name.format(gone))
+        shutil.rmtree(tmp_path / name.format(3), ignore_errors=True)
+        caplog.clear()
 
 
 def test_a_version_in_a_bucket(bucket: str) -> None:
+    """There a killed writer may leave differences without their index."""
     trees = _trees(3)
-    for number, tree in enumerate(trees):
-        tr.save(f"{bucket}/s/weight_v{number:06d}", tree, format="slime")
-        assert_same(tr.restore(f"{bucket}/s/weight_v{number:06d}", tree), tree)
+    paths = [f"{bucket}/s/weight_v{number:06d}" for number in range(4)]
+    for path, tree in zip(paths, trees, strict=False):
+        tr.save(path, tree, format="slime")
+        assert_same(tr.restore(path, tree), tree)
+    stores.get(bucket).delete(f"{paths[2]}/model.safetensors.index.json")
+    assert tr.steps(f"{bucket}/s") == [0, 1]
+    tr.save(paths[3], trees[1], format="slime")
+    tr.save(paths[2], trees[2], format="slime", overwrite=True)
+    for path, tree in zip(paths, [*trees, trees[1]], strict=True):
+        assert_same(tr.restore(path, tree), tree)
 
 
 @pytest.mark.skipif(not RECEIVER, reason="SLIME_RECEIVER names no file local_checkpoint.py of slime's patch to SGLang")
@@ -421,3 +436,118 @@ def test_the_receiver_of_slime_reads_what_is_written(tmp_path: pathlib.Path) -> 
         receiver.pull(str(tmp_path / "local"), str(tmp_path / "s" / "weight_v000000"), str(tmp_path / "s"), number)
         theirs = safetensors.numpy.load_file(tmp_path / "local" / "model.safetensors")
         assert theirs["layer/w"].tobytes() == np.asarray(tree["layer"]["w"]).tobytes()
+
+
+@pytest.mark.parametrize(("write", "mark"), [(slime, "model.safetensors.index.json"), (skyrl, "manifest.json")])
+def test_unfinished_versions_are_no_models(write: Write, mark: str, tmp_path: pathlib.Path) -> None:
+    """A trainer writes the files of differences first, which alone look like those of a model."""
+    trees = _versions()
+    folders = _stream(tmp_path, write, "xor", "xxh3-128")
+    (folders[5] / mark).rename(tmp_path / "later")
+    weights = tr.follow_weights(tmp_path, timeout=5)
+    assert next(weights).version == 4 and tr.steps(tmp_path) == list(range(5))
+    with pytest.raises(CorruptError, match=f"{folders[5].name}: expected {mark}, found differences without it"):
+        tr.open(folders[5])
+    following = str(folders[5]).replace("05", "06")
+    if write is slime:
+        tr.save(following, trees[2], format="slime")
+        assert_same(tr.restore(following), trees[2])
+        shutil.rmtree(following)
+    else:
+        with pytest.raises(CorruptError, match="found differences without it"):
+            tr.save(following, trees[2], format="skyrl")
+    (tmp_path / "later").rename(folders[5] / mark)
+    found = next(weights)
+    assert found.version == 5
+    assert_same(found.tree, trees[5])
+
+
+@pytest.mark.parametrize(("format", "name", "read"), WRITTEN)
+def test_versions_are_written_again(format: str, name: str, read: Any, tmp_path: pathlib.Path) -> None:
+    """Also a complete one, one that a killed trainer has left, and a complete one in place of differences."""
+    trees = _trees(3)
+    paths = [tmp_path / name.format(number) for number in range(2)]
+    for tree in trees[1:]:
+        tr.save(paths[0], tree, format=format, overwrite=True)
+    for tree in trees[:2]:
+        tr.save(paths[1], tree, format=format, overwrite=True)
+    assert_same(tr.restore(paths[1], trees[1]), trees[1])
+    (paths[1] / ("manifest.json" if format == "skyrl" else "model.safetensors.index.json")).unlink()
+    tr.save(paths[1], trees[0], format=format, overwrite=True)
+    assert read(tmp_path, 1)["layer/w"].tobytes() == np.asarray(trees[0]["layer"]["w"]).tobytes()
+    if format == "slime":
+        shutil.rmtree(paths[0])
+        tr.save(paths[1], trees[2], format=format, overwrite=True)
+        assert os.listdir(paths[1]) == ["model.safetensors"]
+        assert_same(tr.restore(paths[1], trees[2]), trees[2])
+
+
+def test_names_are_those_that_receivers_look_for(tmp_path: pathlib.Path) -> None:
+    tree = _trees(1)[0]
+    tr.save(tmp_path / "weight_v000000", tree, format="slime")
+    for wrong in ("weight_v0000001", "weight_v1", "weight_v-00001"):
+        with pytest.raises(MismatchError, match=r"such as weight_v000007, found"):
+            tr.save(tmp_path / wrong, tree, format="slime")
+    assert os.listdir(tmp_path) == ["weight_v000000"]
+
+
+@pytest.mark.parametrize("why", ["gap", "no index", "damaged", "turn"])
+def test_complete_versions_keep_the_configuration(why: str, tmp_path: pathlib.Path) -> None:
+    """A receiver takes the folder in place of its own, so an engine would lose the files that are not there."""
+    trees = _trees(3)
+    first = 18 if why == "turn" else 1
+    folders = [tmp_path / f"weight_v{number:06d}" for number in range(first, first + 3)]
+    for folder, tree in zip(folders[:2], trees, strict=False):
+        tr.save(folder, tree, format="slime")
+        (folders[0] / "config.json").write_text("{}")
+    (file,) = folders[1].glob("*.safetensors")
+    if why == "gap":
+        shutil.rmtree(folders[1])
+    elif why == "no index":
+        (folders[1] / "model.safetensors.index.json").unlink()
+    elif why == "damaged":
+        flip(file, file.stat().st_size - 2)
+    tr.save(folders[2], trees[2], format="slime")
+    assert sorted(os.listdir(folders[2])) == ["config.json", "model.safetensors"]
+    (folders[2] / "config.json").write_text("[]")
+    tr.save(folders[2], trees[2], format="slime", overwrite=True)
+    assert (folders[2] / "config.json").read_text() == "[]"
+    assert_same(tr.restore(folders[2], trees[2]), trees[2])
+
+
+@pytest.mark.parametrize("write", [slime, skyrl])
+def test_large_tensors_are_made_once(write: Write, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slice by slice, each would be unpacked again, with all versions that it is made from."""
+    from treering.formats.weight_streams import deltas
+
+    folders = _stream(tmp_path, write, "xor", "xxh3-128")
+    unpacked = list[int]()
+    unpack = deltas.unpack
+
+    def count(packed: np.ndarray, nbytes: int) -> np.ndarray:
+        unpacked.append(nbytes)
+        return unpack(packed, nbytes)
+
+    monkeypatch.setattr(deltas, "unpack", count)
+    ckpt = tr.open(folders[5])
+    slices = [np.asarray(ckpt["model.a.weight"][n : n + 10]) for n in (0, 10, 20)]
+    assert np.array_equal(np.concatenate(slices), _versions()[5]["model.a.weight"])
+    assert len(unpacked) == 5
+    first = np.asarray(ckpt["model.a.weight"][:10])
+    slices[0].view(np.uint8)[:] = 0  # It belongs to the caller.
+    assert np.array_equal(np.asarray(ckpt["model.a.weight"][:10]), first) and first.view(np.uint8).any()
+
+
+def test_large_files_next_to_weights_stay(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treering.formats.weight_streams import write
+
+    monkeypatch.setattr(write, "_MAX_COMPANION_BYTES", 3)
+    tree = _trees(1)[0]
+    tr.save(tmp_path / "weight_v000019", tree, format="slime")
+    (tmp_path / "weight_v000019" / "config.json").write_text("{}")
+    (tmp_path / "weight_v000019" / "model.gguf").write_text("large")
+    tr.save(tmp_path / "weight_v000020", tree, format="slime")
+    assert sorted(os.listdir(tmp_path / "weight_v000020")) == ["config.json", "model.safetensors"]
+    assert "model.gguf: is not copied to the next complete version, because it is large" in caplog.text

@@ -484,6 +484,9 @@ def several_processes_save_with_rules_and_in_any_format(FORMATS: Any) -> None:
     for format in FORMATS:
         tr.save(tmp / format, tree, format=format, rules=[*keys, *in_place])
         assert caught(tr.save, tmp / format, tree, format=format, rules=[*keys, *in_place])[0] == "ExistsError"
+    for version in range(3):
+        weights = {**tree, "numpy": tree["numpy"] + version}
+        tr.save(tmp / f"policy/weight_v{version:06d}", weights, format="slime", rules=[*keys, *in_place])
     assert caught(tr.save, tmp / "tensorflow", tree, format="tensorflow")[0] == "UnsupportedError"
 
     class Counting(stores.Disk):

@@ -75,6 +75,11 @@ def test_several_processes_save_with_rules_and_in_any_format(tmp_path: pathlib.P
     )
     assert (tr.restore(tmp_path / "lone")["lone"] == big[:9].reshape(-1) + 5).all()
     assert tr.restore(tmp_path / "bf16")["grid"].dtype == "bfloat16"
+    for version in range(3):
+        found = tr.open(tmp_path / "policy", step=version)
+        assert found.format == ("slime" if version else "safetensors") and tr.verify(found.path).ok
+        assert (found["numpy"][-1], found["columns"].dtype) == (2_999_999 + version, "bfloat16")
+        assert (found["renamed"][...] == big).all()
     for name in ("in place", "across", "bf16", "copy", *formats):
         assert tr.verify(tmp_path / name).ok, name
         if name in formats:

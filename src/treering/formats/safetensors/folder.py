@@ -256,7 +256,7 @@ def _files_of(store: Store, folder: str, names: Sequence[str], main: ChosenFiles
     if not is_index(index):
         return set(main.names)
     try:
-        shards = set(index_of(store, posixpath.join(folder, index)).weights.values())
+        shards = set(index_of(store, posixpath.join(folder, index), deltas=True).weights.values())
     except (CorruptError, OSError) as error:
         raise_if_momentary(error)
         stem = stem_of(index)

@@ -71,34 +71,32 @@ def write(
     if max_shard_size is None and filename_pattern is None:
         entries = holdable(path, contents)
         with new_file(store, path, "safetensors", overwrite=overwrite) as file:
-            _write_tensors(file, *_lay_out(entries, _metadata(contents, about)), contents)
+            metadata = encode_metadata(contents.step, contents.metrics, about)
+            _write_tensors(file, *_lay_out(entries, metadata), contents)
         return file.size
     companions: dict[str, bytes] = {}  # PEFT reads the config of an adapter from a file of its own
     if isinstance(config, dict) and stem_of(names_of(pattern, 1)[0]) == ADAPTER:
         companions[ADAPTER_CONFIG] = _encode_config(path, config)
         about = {key: value for key, value in about.items() if key != ADAPTER_CONFIG} or None
-    return write_folder(store, path, contents, about, limit, pattern, companions, overwrite=overwrite)
+    metadata = encode_metadata(contents.step, contents.metrics, about)
+    return write_folder(store, path, contents, metadata, limit, pattern, companions, overwrite=overwrite)
 
 
 def write_folder(
     store: Store,
     path: str,
     contents: Source,
-    about: Any,
+    metadata: Mapping[str, str],
     limit: int | None,
     pattern: str,
     companions: Mapping[str, bytes],
     *,
     overwrite: bool,
 ) -> int:
-    """Writes a folder of files of at most `limit` bytes, and the `companions`. Returns the bytes of all.
-
-    about: the metadata.
-    """
+    """Writes a folder of files of at most `limit` bytes, and the `companions`. Returns the bytes of all."""
     entries = holdable(path, contents)
     shards = cut(entries, limit)
     names = names_of(pattern, len(shards))
-    metadata = _metadata(contents, about)
     plans = [_lay_out(shard, metadata) for shard in shards]
     with created(store, path, [*companions, *names], overwrite=overwrite) as create:
         total = 0
@@ -166,15 +164,15 @@ def _encode_config(path: str, config: dict[str, Any]) -> bytes:
         raise UnsupportedError(f"{path}: metadata[{ADAPTER_CONFIG!r}] cannot be a file of JSON: {error}") from None
 
 
-def _metadata(contents: Source, metadata: Any) -> dict[str, str]:
+def encode_metadata(step: int | None, metrics: Mapping[str, float], metadata: Any) -> dict[str, str]:
     """Returns `__metadata__`, text by name. Loaders of Hugging Face need its "format" in every file."""
     text: dict[str, str] = {}
     pairs = metadata.items() if isinstance(metadata, dict) and metadata.keys().isdisjoint((OWN, INFO)) else ()
     if pairs and all(type(part) is str for pair in pairs for part in pair):
         metadata, text = None, dict(pairs)
-    metrics = {name: encode_float(value) for name, value in contents.metrics.items()}
+    encoded = {name: encode_float(value) for name, value in metrics.items()}
     floats: list[str] = []
-    own = Sidecar(contents.step, metrics, floats_to_text(metadata, "", floats), floats)
+    own = Sidecar(step, encoded, floats_to_text(metadata, "", floats), floats)
     if "format" not in text:
         text |= FORMAT
         own.format = FORMAT["format"]

@@ -14,15 +14,18 @@ import msgspec
 from ..._core.source import Source
 from ..._threads.preload_decoders import preload_decoders
 from ...errors import CorruptError, MismatchError
-from ...stores.file_io import read_file
+from ...stores.file_io import is_folder, opened, read_file
 from ...stores.read_errors import refusal
 from ...stores.store import Store
 from .._shared import strict_json
 from .._shared.format_parts import FormatDefaults
 from ..safetensors.folder import SUFFIX, Index, index_of
+from ..safetensors.header import decode_header, header_size
 
 if TYPE_CHECKING:
     from .deltas import WrittenDelta
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class DeltaStream(FormatDefaults):
@@ -45,11 +48,28 @@ class DeltaStream(FormatDefaults):
         """Returns True for a folder of differences. Raises `CorruptError`."""
         raise NotImplementedError
 
+    def is_unfinished(self, store: Store, path: str) -> bool:
+        """Returns True for a folder of differences without the file `mark`, which its writer puts there last."""
+        if store.stat(posixpath.join(path, self.mark)):
+            return False
+        files = sorted(name for name in store.list(path) if name.endswith(SUFFIX))
+        return bool(files) and _has_differences(store, posixpath.join(path, files[0]))
+
+    def is_complete(self, store: Store, path: str) -> bool:
+        """Returns True for a version that is not made from others. Raises `CorruptError`."""
+        return self.refuses(store, path) is None and not (self.is_delta(store, path) or self.is_unfinished(store, path))
+
     def refuses(self, store: Store, path: str) -> str | None:
-        if self._number_of(posixpath.basename(path)) is None:
+        from ..safetensors import FORMAT as SAFETENSORS
+
+        if self.number_of(posixpath.basename(path)) is None:
             return f"its name is not {self.prefix} and a number"
         try:
-            return None if self.is_delta(store, path) else "it is no folder of differences"
+            if not is_folder(store, path, links=True):
+                return "it is no folder"
+            if self.is_delta(store, path) or self.is_unfinished(store, path):
+                return None
+            return SAFETENSORS.refuses(store, path)
         except (CorruptError, OSError) as error:
             return refusal(error, path)
 
@@ -63,13 +83,12 @@ class DeltaStream(FormatDefaults):
         raise NotImplementedError
 
     def steps(self, store: Store, folder: str, names: Sequence[str]) -> dict[int, str]:
-        from ..safetensors import FORMAT as SAFETENSORS
-
-        found = {number: name for name in names if (number := self._number_of(name)) is not None}
+        found = {number: name for name in names if (number := self.number_of(name)) is not None}
+        paths = {number: posixpath.join(folder, name) for number, name in found.items()}
         return {
             number: name
             for number, name in found.items()
-            if any(one.refuses(store, posixpath.join(folder, name)) is None for one in (self, SAFETENSORS))
+            if self.refuses(store, paths[number]) is None and not self.is_unfinished(store, paths[number])
         }
 
     def path_of(self, stream: str, number: int) -> str:
@@ -77,14 +96,14 @@ class DeltaStream(FormatDefaults):
         return posixpath.join(stream, f"{self.prefix}{number:0{self.digits}d}")
 
     def keeps(self, path: str, contents: Source) -> Collection[str]:
-        return ("step",) if contents.step == self._number_of(posixpath.basename(path)) else ()
+        return ("step",) if contents.step == self.number_of(posixpath.basename(path)) else ()
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
         from .write import write_version
 
         if options:
             raise MismatchError(f"{self.name}: expected no options, found {', '.join(options)}")
-        if (number := self._number_of(posixpath.basename(path))) is None:
+        if (number := self.number_of(posixpath.basename(path))) is None:
             example = posixpath.basename(self.path_of("", 7))
             raise MismatchError(
                 f"{path}: expected the name of a version, such as {example}, found {posixpath.basename(path)!r}"
@@ -99,9 +118,24 @@ class DeltaStream(FormatDefaults):
         """Returns the contents of the file `mark`."""
         raise NotImplementedError
 
-    def _number_of(self, name: str) -> int | None:
-        match = re.fullmatch(rf"{self.prefix}([0-9]{{{self.digits},}})", name)
-        return int(match[1]) if match else None
+    def number_of(self, name: str) -> int | None:
+        """Returns the number of the version with a name; None for a name that receivers do not look for."""
+        match = re.fullmatch(rf"{self.prefix}([0-9]{{{self.digits},18}})", name)
+        number = int(match[1]) if match else None
+        return None if number is None or self.path_of("", number) != name else number
+
+
+def _has_differences(store: Store, path: str) -> bool:
+    """Returns True if a file has only strings of bytes, and the first of them begins as a zstd frame does."""
+    try:
+        with opened(store, path) as blob:
+            header = decode_header(blob.read(0, header_size(blob.read_up_to(8), blob.size, path)), path)
+            tensors = header.tensors.values()
+            first = min((one.data_offsets[0] for one in tensors), default=0)
+            are_bytes = all(one.dtype == "U8" and len(one.shape) == 1 for one in tensors)
+            return are_bytes and bytes(blob.read(header.size + first, len(_ZSTD_MAGIC))) == _ZSTD_MAGIC
+    except CorruptError:
+        return False
 
 
 class Slime(DeltaStream):

@@ -73,6 +73,9 @@ class DeltaFormat(Protocol):
     complete_every: int | None
 
     def is_delta(self, store: Store, path: str) -> bool: ...
+    def is_complete(self, store: Store, path: str) -> bool: ...
+    def is_unfinished(self, store: Store, path: str) -> bool: ...
+    def number_of(self, name: str) -> int | None: ...
     def path_of(self, stream: str, number: int) -> str: ...
     def read_delta(self, store: Store, path: str) -> VersionDelta | None: ...
     def file_name(self, number: int, count: int) -> str: ...
@@ -132,6 +135,10 @@ def find_chain(layout: DeltaFormat, store: Store, path: str) -> tuple[list[Versi
                 "it, found none"
                 + (f"; link the checkpoint that the engines were started from to {at}" if not delta.base else "")
             )
+    if layout.is_unfinished(store, at):
+        raise CorruptError(
+            f"{at}: expected {layout.mark}, found differences without it; the trainer is writing them, or was killed"
+        )
     return chain, at
 
 
@@ -154,11 +161,20 @@ class _Changed:
 
     def __init__(self, entry: ArrayEntry, base: Stored, steps: tuple[_VersionStep, ...]):
         self._entry, self.base, self.steps = entry, base, steps
+        self._made: np.ndarray | None = None  # while it is read in parts, up to the last one
 
     def can_map(self) -> bool:
         return False
 
     def read(self, box: Box, mmap: bool) -> np.ndarray:
+        shape = self._entry.shape
+        if box == full_box(shape):
+            return self._make()
+        array = self._make() if self._made is None else self._made
+        self._made = None if all(end == size for (_, end), size in zip(box, shape, strict=True)) else array
+        return array[(*(slice(begin, end) for begin, end in box), ...)].copy()
+
+    def _make(self) -> np.ndarray:
         old = self.base.read(full_box(self._entry.shape), False)
         data = old.reshape(-1).view(np.uint8)
         for delta, part, file in self.steps:
@@ -175,8 +191,7 @@ class _Changed:
                     f"{delta.path}: {self._entry.path}: expected the {part.algorithm} checksum {part.checksum} after "
                     f"the change, found {found}"
                 )
-        array = data.view(dtypes.to_numpy(self._entry.dtype)).reshape(self._entry.shape)
-        return array[(*(slice(begin, end) for begin, end in box), ...)]
+        return data.view(dtypes.to_numpy(self._entry.dtype)).reshape(self._entry.shape)
 
 
 def _xor(data: np.ndarray, packed: np.ndarray) -> None:

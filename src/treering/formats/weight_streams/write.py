@@ -22,7 +22,7 @@ from ..safetensors import write as safetensors
 from ..safetensors.folder import SUFFIX
 from ..safetensors.header import Tensor, encode_header
 from ..safetensors.schema import key_of
-from .deltas import CHECKSUMS, DeltaFormat, WrittenDelta, find_chain, open_version
+from .deltas import CHECKSUMS, DeltaFormat, WrittenDelta, open_version
 
 _log = logging.getLogger("treering")
 _FILE_BYTES = 1 << 30  # of tensors of which a file has the differences, in memory until it is written
@@ -36,12 +36,12 @@ def write_version(
 ) -> int:
     """Writes a version. Returns its size in bytes. The version before is read, with all that it is made from.
 
-    A version is complete if there is none before it, or if its turn has come, see `DeltaStream.complete_every`. A
-    receiver then takes its folder in place of its own, so the files next to the weights are those of the last complete
-    version.
+    A version is complete if there is none before it that can be read, or if its turn has come, see
+    `DeltaStream.complete_every`. A receiver then takes its folder in place of its own, so the files next to the weights
+    are those of the last complete version.
 
-    Raises `MismatchError` for other tensors than the version before has, and `ExistsError` if the version after it is
-    made from the one to replace.
+    Raises `MismatchError` for other tensors than the version before has, or if there is none and the receivers take no
+    complete ones, and `ExistsError` if the version after it is made from the one to replace.
     """
     entries = safetensors.holdable(path, contents)
     if packed := [entry.path for entry in entries if entry.dtype == nibbles.DTYPE]:
@@ -49,13 +49,42 @@ def write_version(
     after = layout.path_of(posixpath.dirname(path), number + 1)
     if store.stat(after) is not None and layout.is_delta(store, after):
         raise ExistsError(f"{path}: expected no version {number + 1}, found {after}, which is made from this one")
-    base, companions = _open_base(layout, store, path, number)
-    if base is None:
-        pattern = safetensors.checked(None, "model")
-        return safetensors.write_folder(
-            store, path, contents, contents.metadata, _SHARD_BYTES, pattern, companions, overwrite=overwrite
+    every = layout.complete_every
+    before = layout.path_of(posixpath.dirname(path), number - 1)
+    if number and every is None and store.stat(before) is None:
+        raise MismatchError(
+            f"{path}: expected {posixpath.basename(before)} next to it, found none; receivers of {layout.name} "
+            "take only differences, so link the checkpoint that the engines were started from there, or save it"
         )
-    zstandard()
+    if number and (every is None or (number % every and store.stat(before) is not None)):
+        zstandard()
+        try:
+            base = open_version(layout, store, before)
+            return _write_differences(layout, store, path, number, contents, entries, base, overwrite=overwrite)
+        except (CorruptError, UnsupportedError) as error:
+            if every is None:
+                raise
+            _log.warning("%s: the version before cannot be read, so this one is complete: %s", path, error)
+    pattern = safetensors.checked(None, "model")
+    companions = _companions(layout, store, path, number) if number else {}
+    metadata = safetensors.encode_metadata(number, {}, None)
+    return safetensors.write_folder(
+        store, path, contents, metadata, _SHARD_BYTES, pattern, companions, overwrite=overwrite
+    )
+
+
+def _write_differences(
+    layout: DeltaFormat,
+    store: Store,
+    path: str,
+    number: int,
+    contents: Source,
+    entries: list[ArrayEntry],
+    base: Source,
+    *,
+    overwrite: bool,
+) -> int:
+    """Writes the differences to `base`, the version before."""
     known = _same_tensors(path, entries, base)
     groups = safetensors.cut(entries, _FILE_BYTES)
     names = [layout.file_name(n, len(groups)) for n in range(len(groups))]
@@ -73,57 +102,37 @@ def write_version(
             with file_of_new_folder(store, posixpath.join(folder, name)) as file:
                 _write_file(file, tensors)
             total += file.size
-            found = [(key_of(entry.path), entry, name, *one) for entry, one in tensors.items()]
-            changes += [WrittenDelta(*fields, packed.size) for *fields, packed in found]
+            changes += [
+                WrittenDelta(key_of(entry.path), entry, name, checksum, packed.size)
+                for entry, (checksum, packed) in tensors.items()
+            ]
         with file_of_new_folder(store, posixpath.join(folder, layout.mark)) as file:
             file.write(json.dumps(layout.describe(number, changes)).encode())
     return total + file.size
 
 
-def _open_base(layout: DeltaFormat, store: Store, path: str, number: int) -> tuple[Source | None, Mapping[str, bytes]]:
-    """Returns the version before; None to write a complete one, and the files to put into its folder.
-
-    Raises `MismatchError` without a version before if the receivers take no complete ones.
-    """
-    if number == 0:
-        return None, {}
-    before = layout.path_of(posixpath.dirname(path), number - 1)
-    if store.stat(before) is None:
-        if layout.complete_every is None:
-            raise MismatchError(
-                f"{path}: expected {posixpath.basename(before)} next to it, found none; receivers of {layout.name} "
-                "take only differences, so link the checkpoint that the engines were started from there, or save it"
-            )
-        _log.info(
-            "%s: without version %d before it, this one is complete; a receiver takes its folder in place of its own, "
-            "so put config.json and the tokenizer there",
-            path, number - 1,
-        )  # fmt: skip
-        return None, {}
-    try:
-        _, complete = find_chain(layout, store, before)
-        if layout.complete_every is None or number % layout.complete_every:
-            return open_version(layout, store, before), {}
-    except CorruptError as error:
-        if layout.complete_every is None:
-            raise
-        _log.warning("%s: the version before is damaged, so this one is complete: %s", path, error)
-        return None, {}
-    return None, _companions(store, complete)
-
-
-def _companions(store: Store, folder: str) -> dict[str, bytes]:
-    """Returns the files next to the weights of a complete version, such as the config."""
+def _companions(layout: DeltaFormat, store: Store, path: str, number: int) -> dict[str, bytes]:
+    """Returns the files next to the weights of the last complete version, such as the config, that this one lacks."""
+    stream = posixpath.dirname(path)
+    earlier = sorted(one for name in store.list(stream) if (one := layout.number_of(name)) is not None and one < number)
+    places = (layout.path_of(stream, one) for one in reversed(earlier))
+    last = next((place for place in places if layout.is_complete(store, place)), None)
     found: dict[str, bytes] = {}
-    for name in store.list(folder):
-        place = posixpath.join(folder, name)
+    for name in store.list(last) if last else ():
+        place = posixpath.join(last or "", name)
         there = store.stat(place)
         if name.endswith((SUFFIX, f"{SUFFIX}.index.json")) or there is None or not there.is_file:
             continue
         if there.nbytes > _MAX_COMPANION_BYTES:
             _log.warning("%s: is not copied to the next complete version, because it is large", place)
-            continue
-        found[name] = read_file(store, place)
+        elif store.stat(posixpath.join(path, name)) is None:
+            found[name] = read_file(store, place)
+    if last is None:
+        _log.info(
+            "%s: without a complete version before it, this one is complete; a receiver takes its folder in place of "
+            "its own, so put config.json and the tokenizer there",
+            path,
+        )
     return found
 
 
