@@ -1,12 +1,14 @@
 """Streams of weights as slime and SkyRL publish them, written here from their descriptions alone."""
 
 import hashlib
+import importlib
 import importlib.util
 import itertools
 import json
 import os
 import pathlib
 import shutil
+import sys
 import types
 import zlib
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from treering.errors import CorruptError, ExistsError, MismatchError, UnsafeErro
 
 zstandard = pytest.importorskip("zstandard")
 RECEIVER = os.environ.get("SLIME_RECEIVER", "")  # the file local_checkpoint.py of slime's patch to SGLang
+SKYRL = os.environ.get("SKYRL_RECEIVER", "")  # the folder weight_sync of SkyRL, next to the packages that it is in
 CHECKSUMS: dict[str, Callable[[bytes], str]] = {
     "xxh3-128": xxhash.xxh3_128_hexdigest,
     "adler32": lambda data: f"{zlib.adler32(data):08x}",
@@ -436,6 +439,25 @@ def test_the_receiver_of_slime_reads_what_is_written(tmp_path: pathlib.Path) -> 
         receiver.pull(str(tmp_path / "local"), str(tmp_path / "s" / "weight_v000000"), str(tmp_path / "s"), number)
         theirs = safetensors.numpy.load_file(tmp_path / "local" / "model.safetensors")
         assert theirs["layer/w"].tobytes() == np.asarray(tree["layer"]["w"]).tobytes()
+
+
+@pytest.mark.skipif(not SKYRL, reason="SKYRL_RECEIVER names no folder weight_sync of SkyRL; it needs torch")
+def test_the_receiver_of_skyrl_reads_what_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    names = ["skyrl", "backends", "skyrl_train", "weight_sync"]
+    for count in range(1, 5):  # The packages import what needs a GPU.
+        package = types.ModuleType(".".join(names[:count]))
+        package.__path__ = [SKYRL] if count == 4 else []
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    receiver = importlib.import_module(f"{'.'.join(names)}.delta_checkpoint")
+    stream = tmp_path / "s"
+    for number, tree in enumerate(_trees()):
+        tr.save(stream / f"delta-{number:08d}", tree, format="skyrl")
+    local = receiver.LocalCheckpointStore(str(stream / "delta-00000000"), str(tmp_path / "local"))
+    for number in (1, 7, 22):
+        local.fetch(number, sync_dir=str(stream))
+        theirs = safetensors.numpy.load_file(tmp_path / "local" / "weights" / "model.safetensors")
+        assert theirs["layer/w"].tobytes() == np.asarray(_trees()[number]["layer"]["w"]).tobytes()
 
 
 @pytest.mark.parametrize(("write", "mark"), [(slime, "model.safetensors.index.json"), (skyrl, "manifest.json")])
