@@ -439,7 +439,7 @@ def test_ls_shows_what_is_asked_for(tmp_path: pathlib.Path, treering: Any) -> No
     assert " free\n" in treering("du", run).out and treering("du", run, "--json").json["free"] > 0
 
 
-@pytest.mark.parametrize(("best", "step"), [("loss:min", 2), ("loss", 1), ("acc:max", 2)])
+@pytest.mark.parametrize(("best", "step"), [("loss:min", 2), ("loss:max", 1), ("acc", 2)])
 def test_the_best_step_is_taken(best: str, step: int, tmp_path: pathlib.Path, treering: Any) -> None:
     run = tmp_path / "run"
     with tr.Checkpointer(run) as ckpts:

@@ -203,3 +203,13 @@ def test_an_ending_that_is_only_read_is_no_name_for_a_folder(tmp_path: Path, nam
     assert os.listdir(tmp_path) == ["c"]
     tr.save(tmp_path / name, {"w": np.ones(2)}, format="treering")
     assert tr.restore(tmp_path / name)["w"].tolist() == [1, 1]
+
+
+def test_an_unknown_format_lists_those_to_write(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match=r"format='pickle': expected one of 'treering', .*'orbax'") as caught:
+        tr.save(tmp_path / "c", {"w": np.ones(2)}, format="pickle")
+    assert not any(f"'{name}'" in str(caught.value) for name in ("npz", "torch", "keras", "tensorflow", "dcp", "zarr"))
+    with pytest.raises(UnsupportedError, match="files of PyTorch are only read"):  # before "cannot store step"
+        tr.save(tmp_path / "c", {"w": np.ones(2)}, step=1, format="torch")
+    with pytest.raises(MismatchError, match="'torch'"):
+        tr.open(tmp_path / "c", format="pickle")

@@ -27,7 +27,9 @@ _log = logging.getLogger("treering")  # The command prints it in the words of th
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--format", type=FormatName(), help="The format of TARGET; by default that of its suffix, or treering.")
+@click.option(
+    "--format", type=FormatName(written=True), help="The format of TARGET; by default that of its suffix, or treering."
+)
 @click.option("--source-format", type=FormatName(), help="The format of SOURCE; by default recognized from its files.")
 @click.option("--step", type=STEP, metavar="N", help="A step of a run; by default the latest valid one, for orbax all.")
 @BEST

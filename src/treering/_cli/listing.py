@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._core.entries import mode_hint
 from .._core.leaf_paths import join_names, name_known
 from .._core.units import count, nbytes, number
 from .._printable import safe
@@ -134,7 +135,9 @@ def _check_metric(place: str, rows: Iterable[dict[str, Any]], metric: str, colum
     known = {name for row in rows for name in row["metrics"]}
     if metric not in known:
         found = name_known(metric, known) or "no metrics"
-        raise NotFoundError(f"{place}: expected {column}a step with the metric {metric!r}, found {found}")
+        raise NotFoundError(
+            f"{place}: expected {column}a step with the metric {metric!r}, found {found}{mode_hint(metric)}"
+        )
 
 
 def _print_csv(rows: Sequence[dict[str, Any]], fields: Iterable[str]) -> None:

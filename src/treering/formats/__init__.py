@@ -243,10 +243,19 @@ def get(name: str) -> Format:
 def for_path(path: str, name: str | None) -> Format:
     """Returns the format to write a path in: the named one, else the one of its suffix, else the native one.
 
-    Raises `UnsupportedError` for a suffix of files that are only read.
+    Raises `UnsupportedError` for a format that is only read, and a `MismatchError` that lists those to write.
     """
     if name is not None:
-        return get(name)
+        from ._shared.format_parts import ReadOnly
+
+        try:
+            named = get(name)
+        except MismatchError:
+            written = [one for one in [*names(), *_UNDETECTED] if not isinstance(get(one), ReadOnly)]
+            raise MismatchError(f"format={name!r}: expected one of {', '.join(map(repr, written))}") from None
+        if isinstance(named, ReadOnly):
+            raise named.only_read(path)
+        return named
     if found := next((one for n in names() if path.endswith((one := _registered.get(n) or get(n)).suffixes)), None):
         return found
     if ending := next((ending for ending in _ONLY_READ if path.endswith(ending)), None):
