@@ -58,6 +58,18 @@ def test_weights_next_to_checkpoints_hide_none(tmp_path: pathlib.Path, treering:
     assert treering("verify", tmp_path).code == 1
 
 
+def test_problems_are_named_within_the_run(runs: pathlib.Path, treering: Any) -> None:
+    for step in (1, 2):
+        (file,) = (runs / "a" / f"step-0000000{step}").glob("arrays-*")
+        os.truncate(file, 100)
+    (runs / "a" / "step-00000009").mkdir()
+    (runs / "a" / "step-00000009" / "treering.json").write_bytes(b'{"version": 99}')
+    for path in (runs, runs / "a"):
+        (first, *lines) = treering("verify", path).out.splitlines()[: None if path.name == "a" else -1]
+        assert first.startswith(f"{runs / 'a'}: ") and len(lines) == 3
+        assert all(line.count("step-0000000") == 1 and str(runs) not in line for line in lines), lines
+
+
 def test_checkpoints_next_to_runs_are_read(runs: pathlib.Path, treering: Any) -> None:
     tr.save(runs / "final.ckpt", {"w": np.ones(4)})
     tr.save(runs / "orbax", {"w": np.ones(4)}, format="orbax")
@@ -138,6 +150,7 @@ def test_each_run_of_a_directory_is_copied_and_pruned(tmp_path: pathlib.Path, tr
     assert tr.steps(copy / "a") == tr.steps(copy / "b") == [1, 2, 3] and tr.verify(copy / "final").ok
     dry = treering("prune", sweep, "last:1", "--to", old, "--dry-run")
     assert dry.code == 0 and dry.out.count("2 steps would be moved") == 2 and not old.exists()
+    assert dry.out.endswith("\n2 runs: 4 steps would be moved, " + dry.out.rsplit(", ", 1)[1])
     found = treering("prune", sweep, "last:1", "--to", old, "--yes", "--json").json
     assert [(pathlib.Path(one["path"]).name, one["deleted"]) for one in found["runs"]] == [("a", [1, 2]), ("b", [1, 2])]
     assert tr.steps(sweep / "a") == [3] and tr.steps(old / "b") == [1, 2]

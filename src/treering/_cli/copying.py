@@ -247,8 +247,11 @@ def migrate(path: str, native: bool, write: bool, json_: bool) -> int:
 def _say(done: "Migration", write: bool) -> None:
     if not write:
         click.echo(_shown(done.diff), nl=False)
+    places: dict[str, list[str]] = {}  # The same advice for several places is said once.
     for one in done.findings:
-        say(f"{safe(one.file)}:{one.line}: {safe(one.what)}", err=True)
+        places.setdefault(one.what, []).append(f"{safe(one.file)}:{one.line}")
+    for what, where in places.items():
+        say(f"{', '.join(where)}: {safe(what)}", err=True)
     for name, why in done.failed.items():
         say(f"{safe(name)}: {safe(why)}", err=True)
     skipped = [count(len(names), kind) for names, kind in ((done.notebooks, "notebook"), (done.links, "link")) if names]

@@ -133,6 +133,10 @@ def _run(arguments: list[str], debug: bool) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
+        if isinstance(error, click.BadOptionUsage):  # Of "requires 2 arguments", say which.
+            command = next((cli.commands[one] for one in arguments if one in cli.commands), cli)
+            found = [one for one in command.params if error.option_name in one.opts and one.nargs > 1]
+            error.message += "".join(f" Expected {error.option_name} {one.metavar}." for one in found)
         error.show()
         return error.exit_code
     except (TreeringError, OSError, ImportError, MemoryError) as error:

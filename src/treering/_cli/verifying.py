@@ -148,9 +148,10 @@ def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
     which = "" if part is None else f", part {part[0]} of {part[1]}"
     say(f"{safe(checked.path)}: {nbytes(checked.nbytes)}{which}, {_result_text(checked)}")
     for problem in checked.problems:
-        say(f"  {safe(problem)}")
+        what = problem.what.replace(f"{checked.path}/", "").removeprefix(f"{problem.file}: ")
+        say(f"  {safe(problem._replace(what=what))}")
     for error in (*checked.unsupported, *checked.closed):
-        say(f"  cannot be checked: {safe(error)}")
+        say(f"  cannot be checked: {safe(str(error).replace(f'{checked.path}/', ''))}")
     for step in checked.deleted:
         say(f"  deleted meanwhile: {safe(step)}")
     for archived in checked.archived:
