@@ -135,8 +135,9 @@ def _run(arguments: list[str], debug: bool) -> int:
     except click.ClickException as error:
         if isinstance(error, click.BadOptionUsage):  # Of "requires 2 arguments", say which.
             command = next((cli.commands[one] for one in arguments if one in cli.commands), cli)
-            found = [one for one in command.params if error.option_name in one.opts and one.nargs > 1]
-            error.message += "".join(f" Expected {error.option_name} {one.metavar}." for one in found)
+            named = [one for one in command.params if error.option_name in one.opts and one.nargs > 1]
+            more = "".join(f" Expected {error.option_name} {one.metavar}." for one in named)
+            error = click.BadOptionUsage(error.option_name, error.message + more, error.ctx)
         error.show()
         return error.exit_code
     except (TreeringError, OSError, ImportError, MemoryError) as error:
