@@ -435,6 +435,12 @@ def test_what_is_missing_is_shown_next_to_what_is_there(tmp_path: pathlib.Path, 
     assert "at any depth" not in treering("stats", tmp_path / "c", "model/*").err
 
 
+def test_the_help_cuts_no_summary(treering: Any) -> None:
+    """The line of each command in `treering --help` is a complete sentence."""
+    lines = treering("--help").out.partition("Commands:\n")[2].splitlines()
+    assert len(lines) > 15 and [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
 def test_options_with_two_values_say_so(run: pathlib.Path, treering: Any) -> None:
     for call, names in (
         (["diff", run, "--steps", 1], "--steps N M"),

@@ -67,7 +67,7 @@ def convert(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Write the checkpoint SOURCE as TARGET, in another format or the same, in bounded memory.
+    """Write the checkpoint SOURCE as TARGET, in any format. The memory that it takes is bounded.
 
     With --format orbax, all steps of a run become the directory of a CheckpointManager; the exit code is 1 if damaged
     ones are left behind. Rules are applied in the order drop, rename. It refuses a TARGET in a run that a job writes.
@@ -162,7 +162,7 @@ def cp(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Copy a checkpoint, or all valid steps of a run, to another disk or bucket.
+    """Copy a checkpoint or a run to another disk or bucket. Of a run, it copies the valid steps.
 
     It copies files byte for byte and checks each byte that it reads, with pins and recorded metrics. Existing copies
     of steps receive only pins and metrics, and are not read; --overwrite reads them, and replaces those that differ
@@ -221,7 +221,7 @@ def _say_copied(done: "CopyResult", overwrite: bool, dry_run: bool) -> None:
 @click.option("--write", is_flag=True, help="Write the files; by default only print the diff.")
 @as_json
 def migrate(path: str, native: bool, write: bool, json_: bool) -> int:
-    """Change Python programs from Orbax to Treering (needs the extra migrate).
+    """Change Python programs from Orbax to Treering. This needs the extra migrate.
 
     PATH is a file or a folder. It prints a diff, in which imports of orbax.checkpoint are imports of treering.orbax.
     Comments and formatting stay. What is left to do by hand is printed on stderr with file and line, and then the exit
@@ -276,7 +276,7 @@ def _shown(text: str) -> str:
 @click.option("--version", type=STEP, metavar="N", help="The version; by default the newest that can be read.")
 @click.option("--watch", is_flag=True, help="Continue with each newest version, until the stream is finished.")
 def pull(stream: str, directory: str, version: int | None, watch: bool) -> None:
-    """Keep DIRECTORY a complete Hugging Face checkpoint of a version of published weights.
+    """Write a version of published weights to DIRECTORY. It is a complete checkpoint of Hugging Face.
 
     DIRECTORY is new, or has a checkpoint in safetensors, whose weights are replaced in one step. Other files stay.
     """

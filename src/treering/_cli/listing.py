@@ -47,7 +47,7 @@ def ls(
     csv_: bool,
     json_: bool,
 ) -> int:
-    """List the steps of a RUN with time, size, metrics and notes: latest, pinned, damaged, unfinished.
+    """List the steps of a RUN, or the runs of a directory. The notes name latest, pinned, damaged, unfinished steps.
 
     For a directory of runs it prints one line each: with its latest step, the latest value of each metric and, with
     --best, the best value and step. For a directory of checkpoints, one line each. The exit code is 3 if this user may
@@ -390,7 +390,7 @@ def _row_notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
 @click.option("--depth", type=click.IntRange(1), default=1, metavar="N", help="Levels of the tree of a checkpoint.")
 @as_json
 def du(path: str, depth: int, json_: bool) -> int:
-    """Print sizes: of the steps of a run, of each run in a directory, or of the parts of a checkpoint's tree.
+    """Print the sizes of steps, of runs, or of parts of a tree. PATH is a run, a directory of runs or a checkpoint.
 
     A file that several steps share by hard links counts once, in the first of them, as in du(1). It names folders that
     this user may not read, and ends with exit code 3 then.

@@ -95,7 +95,7 @@ def cli(context: click.Context, debug: bool) -> None:
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion script for a SHELL; for bash: eval "$(treering completion bash)" in ~/.bashrc."""
+    """Print the completion script for a SHELL. For bash: eval "$(treering completion bash)" in ~/.bashrc."""
     kind = get_completion_class(shell)
     assert kind is not None
     say(kind(cli, {}, _NAME, _COMPLETE_VARIABLE).source())
