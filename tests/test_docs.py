@@ -112,7 +112,9 @@ def test_every_error_names_its_section_of_the_troubleshooting() -> None:
     assert len(kinds) == 10
     for kind in kinds:
         assert kind.entry in headings
-        assert kind("a message").__notes__ == [f"More about it: docs/troubleshooting.md#{kind.entry}"]
+        assert kind("a message").__notes__ == [
+            f"More about it: docs/troubleshooting.md#{kind.entry} in the documentation of Treering"
+        ]
         assert str(kind("a message")) == "a message"
 
 

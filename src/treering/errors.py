@@ -28,7 +28,7 @@ class TreeringError(Exception):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
-        self.add_note(f"More about it: docs/troubleshooting.md#{self.entry}")
+        self.add_note(f"More about it: docs/troubleshooting.md#{self.entry} in the documentation of Treering")
 
     def __str__(self) -> str:
         """Returns the message. Names from files in it cannot control a terminal."""

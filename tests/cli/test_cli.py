@@ -107,14 +107,17 @@ def test_a_directory_of_runs_has_a_line_for_each(
     _flip(run, 2)
     found = treering("ls", tmp_path)
     lines = found.out.splitlines()
-    assert found.code == 0 and [line.split()[:3] for line in lines[1:3]] == [["other", "1", "7"], ["run", "4", "4"]]
+    assert found.code == 0 and [line.split()[:3] for line in lines[1:3]] == [
+        ["other", "treering", "1"],
+        ["run", "treering", "4"],
+    ]
     assert "finished" in lines[1] and lines[3].startswith("2 runs · ")
     rows = list(csv.DictReader(treering("ls", tmp_path, "--csv").out.splitlines()))
     assert [(row["path"], row["good"], row["finished"]) for row in rows] == [
         (str(tmp_path / "other"), "1", "true"),
         (run, "4", "false"),
     ]
-    assert treering("ls", tmp_path, "--best", "acc:max").code == 2
+    assert [line.split()[3] for line in lines[1:3]] == ["7", "4"]
     sizes = {part["path"]: part["nbytes"] for part in treering("du", tmp_path, "--json").json["parts"]}
     assert set(sizes) == {"other", "run", "logs", "(files)"} and sizes["(files)"] == 5
     assert sizes["other"] == sum(file.stat().st_size for file in (tmp_path / "other").rglob("*") if file.is_file())
@@ -821,8 +824,9 @@ def test_every_format_is_shown(tmp_path: pathlib.Path, treering: Any) -> None:
         (["shwo"], 2, "No such command"),
         (["show", "--deep", "x"], 2, "No such option"),
         (["ls", "x", "--best", ":min"], 2, "METRIC:min"),
-        (["show", "x", "--best", "loss", "--step", "1"], 2, "--step or --best"),
-        (["diff", "x", "--best", "loss", "--steps", "1", "2"], 2, "--steps or --best, found both"),
+        (["ls", "x", "--best", "loss"], 2, "METRIC:min, for the lowest, or METRIC:max"),
+        (["show", "x", "--best", "loss:min", "--step", "1"], 2, "--step or --best"),
+        (["diff", "x", "--best", "loss:min", "--steps", "1", "2"], 2, "--steps or --best, found both"),
         (["pull", "x", "y", "--version", "1", "--watch"], 2, "--version or --watch, found both"),
         (["ls", "x", "--json", "--csv"], 2, "--json or --csv, found both"),
         (["pin", "x"], 2, "expected STEPS or --best"),

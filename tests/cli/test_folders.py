@@ -1,6 +1,9 @@
 """Directories of runs: verify reads or names everything in them."""
 
+import csv
+import os
 import pathlib
+import shutil
 from typing import Any
 
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 
 import treering as tr
 from hostile_input import flip
+from treering._cli import output
 
 
 def _run(path: pathlib.Path) -> pathlib.Path:
@@ -52,6 +56,18 @@ def test_weights_next_to_checkpoints_hide_none(tmp_path: pathlib.Path, treering:
     tr.save(tmp_path / "final", {"w": np.ones(4)})
     _damage(tmp_path / "final")
     assert treering("verify", tmp_path).code == 1
+
+
+def test_problems_are_named_within_the_run(runs: pathlib.Path, treering: Any) -> None:
+    for step in (1, 2):
+        (file,) = (runs / "a" / f"step-0000000{step}").glob("arrays-*")
+        os.truncate(file, 100)
+    (runs / "a" / "step-00000009").mkdir()
+    (runs / "a" / "step-00000009" / "treering.json").write_bytes(b'{"version": 99}')
+    for path in (runs, runs / "a"):
+        (first, *lines) = treering("verify", path).out.splitlines()[: None if path.name == "a" else -1]
+        assert first.startswith(f"{runs / 'a'}: ") and len(lines) == 3
+        assert all(line.count("step-0000000") == 1 and str(runs) not in line for line in lines), lines
 
 
 def test_checkpoints_next_to_runs_are_read(runs: pathlib.Path, treering: Any) -> None:
@@ -134,6 +150,7 @@ def test_each_run_of_a_directory_is_copied_and_pruned(tmp_path: pathlib.Path, tr
     assert tr.steps(copy / "a") == tr.steps(copy / "b") == [1, 2, 3] and tr.verify(copy / "final").ok
     dry = treering("prune", sweep, "last:1", "--to", old, "--dry-run")
     assert dry.code == 0 and dry.out.count("2 steps would be moved") == 2 and not old.exists()
+    assert dry.out.endswith("\n2 runs: 4 steps would be moved, " + dry.out.rsplit(", ", 1)[1])
     found = treering("prune", sweep, "last:1", "--to", old, "--yes", "--json").json
     assert [(pathlib.Path(one["path"]).name, one["deleted"]) for one in found["runs"]] == [("a", [1, 2]), ("b", [1, 2])]
     assert tr.steps(sweep / "a") == [3] and tr.steps(old / "b") == [1, 2]
@@ -144,3 +161,70 @@ def test_each_run_of_a_directory_is_copied_and_pruned(tmp_path: pathlib.Path, tr
     assert found.code in (0, 3) and tr.steps(sweep / "b") == [3]
     found = treering("cp", sweep, tmp_path / "more")
     assert found.code == 1 and "not copied" in found.err and tr.steps(tmp_path / "more" / "b") == [3]
+
+
+@pytest.fixture
+def sweep(tmp_path: pathlib.Path, treering: Any) -> pathlib.Path:
+    """Returns a folder with two native runs, one of Orbax and a checkpoint next to them."""
+    path = tmp_path / "sweep"
+    for name, factor in (("small", 1.0), ("large", 0.5), ("other", 9.0)):
+        with tr.Checkpointer(path / name) as ckpts:
+            for step in (1, 2, 3):
+                loss = {"val/loss": factor * abs(step - 2)} if name != "other" else {"aux": 1.0}
+                ckpts.save(step, {"w": np.full(3, step)}, metrics={**loss, **({"acc": step / 4} if step < 3 else {})})
+    assert treering("convert", path / "other", path / "orbax", "--format", "orbax").code == 0
+    shutil.rmtree(path / "other")
+    tr.save(path / "final", {"w": np.ones(3)})
+    return path
+
+
+def test_ls_of_runs_has_metrics_and_the_best(sweep: pathlib.Path, treering: Any) -> None:
+    found = treering("ls", sweep, "--best", "val/loss:min", "--sort", "val/loss", "--json").json
+    names = [pathlib.Path(one["path"]).name for one in found["runs"]]
+    assert names == ["orbax", "large", "small"] and found["not_listed"] == ["final"]
+    assert [(one["best"], one["best_value"], one["format"]) for one in found["runs"]] == [
+        (None, None, "orbax"), (2, 0.0, "treering"), (2, 0.0, "treering")
+    ]  # fmt: skip
+    assert found["runs"][2]["metrics"] == {"val/loss": 1.0, "acc": 0.5}, "acc is that of step 2"
+    text = treering("ls", sweep, "--best", "val/loss:min", "--metrics", "acc", "--keep", "last:1")
+    head, *lines, total = text.out.splitlines()
+    assert head.split() == ["run", "format", "steps", "latest", "age", "size", "acc", "best", "val/loss", "at", "notes"]
+    assert len(lines) == 3 and "2 would be deleted" in lines[0] and total.startswith("3 runs · ")
+    assert "1 other path with checkpoints (final)" in text.err
+    (row,) = csv.DictReader(treering("ls", sweep, "--csv", "--sort", "size", "--last", "1").out.splitlines())
+    assert row["metrics.acc"] == "0.5" and row["format"] == "treering"
+
+
+@pytest.mark.parametrize("column", ["run", "format", "steps", "latest", "age", "saved", "size", "best", "val/loss"])
+def test_ls_of_runs_sorts_by_each_column(column: str, sweep: pathlib.Path, treering: Any) -> None:
+    os.rename(sweep / "small" / "step-00000001", sweep / "small" / "step-00000009")  # Now damaged.
+    found = treering("ls", sweep, "--best", "acc:max", "--sort", column, "--json").json["runs"]
+    order = [pathlib.Path(one["path"]).name for one in found]
+    assert order.index("orbax") == {"run": 1, "age": 0}.get(column, order.index("orbax"))
+    field = {"run": "path", "steps": "good", "age": "created", "saved": "created", "size": "nbytes"}
+    values = [one.get(field.get(column, column)) for one in found]
+    known = [one for one in values if isinstance(one, int | float | str)]
+    assert known == sorted(known, reverse=column == "age") or column == "best"
+
+
+def test_ls_names_the_columns_to_sort_by(sweep: pathlib.Path, treering: Any) -> None:
+    found = treering("ls", sweep, "--sort", "los")
+    assert found.code == 3 and "one of the columns run, format, steps, latest, age, saved, size, or a step" in found.err
+    assert "expected one of the columns step, saved, size" in treering("ls", sweep / "small", "--sort", "x").err
+    assert treering("ls", sweep, "--metrics", "x").code == treering("ls", sweep, "--best", "x").code == 3
+    for name in ("small", "large"):
+        shutil.rmtree(sweep / name)
+    shutil.rmtree(sweep / "orbax")
+    found = treering("ls", sweep, "--best", "x")
+    assert found.code == 2 and "found a directory of checkpoints" in found.err
+    assert len(treering("ls", sweep, "--sort", "size", "--last", "1", "--json").json["checkpoints"]) == 1
+
+
+@pytest.mark.parametrize("run", ["", "large"])
+def test_metrics_leave_room_for_the_rest(run: str, sweep: pathlib.Path, treering: Any, monkeypatch: Any) -> None:
+    tr.record(sweep / "large", 3, {f"layer{n}/norm": 1.0 for n in range(20)})
+    monkeypatch.setattr(output, "terminal_columns", lambda: 80)
+    lines = treering("ls", sweep / run).out.splitlines()
+    assert (max(map(len, lines[:-2])) <= 80 and "acc" in lines[0] and "notes" not in lines[0]) or run
+    assert "no room for" in lines[-2] and "choose with --metrics" in lines[-2]
+    assert "layer19/norm" in treering("ls", sweep / run, "--metrics", "layer19/norm").out.splitlines()[0]

@@ -310,7 +310,7 @@ def test_what_a_newcomer_tripped_over(tmp_path: pathlib.Path, treering: Any, run
     tr.save(tmp_path / "m.safetensors", {"head": {"kernel": np.ones(3)}, "other": np.ones(2)})
     assert "expected a run, found one checkpoint" in treering("ls", tmp_path / "m.safetensors").err
     nowhere = treering("show", tmp_path / "none").err
-    assert nowhere.endswith("More about it: docs/troubleshooting.md#notfounderror\n")
+    assert nowhere.endswith("More about it: docs/troubleshooting.md#notfounderror in the documentation of Treering\n")
     with pytest.raises(tr.errors.NotFoundError, match=r"nothing is at 'params'; there are \w+, \w+"):
         tr.open(tmp_path / "m.safetensors").at("params")
     with pytest.raises(tr.errors.MismatchError, match=r"no leaf is 'head' itself; 'head/\*\*' matches head/kernel"):
@@ -422,6 +422,34 @@ def test_damage_of_the_only_step_is_said_once(call: str, tmp_path: pathlib.Path,
     )
 
 
+def test_what_is_missing_is_shown_next_to_what_is_there(tmp_path: pathlib.Path, treering: Any) -> None:
+    layers = {f"layer{n}": {"kernel": np.ones(3)} for n in range(10)}
+    tr.save(tmp_path / "c", {"params": layers, "step": 1})
+    found = treering("show", tmp_path / "c", "params/zzz")
+    assert "nothing is at 'params/zzz'; params has layer0, layer1, " in found.err and "layer7 and 2 more" in found.err
+    assert "'params/layer0/x'; params/layer0 has kernel\n" in treering("show", tmp_path / "c", "params/layer0/x").err
+    assert "closest: params/layer9" in treering("show", tmp_path / "c", "params/layer99").err
+    found = treering("stats", tmp_path / "c", "params/*")
+    assert "** matches at any depth: 'params/**'" in found.err and found.code == 3
+    assert treering("stats", tmp_path / "c", "params/**").code == 0
+    assert "at any depth" not in treering("stats", tmp_path / "c", "model/*").err
+
+
+def test_the_help_cuts_no_summary(treering: Any) -> None:
+    """The line of each command in `treering --help` is a complete sentence."""
+    lines = treering("--help").out.partition("Commands:\n")[2].splitlines()
+    assert len(lines) > 15 and [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
+def test_options_with_two_values_say_so(run: pathlib.Path, treering: Any) -> None:
+    for call, names in (
+        (["diff", run, "--steps", 1], "--steps N M"),
+        (["report", run, "--compare", 1], "--compare A B"),
+    ):
+        found = treering(*call)
+        assert found.code == 2 and f"requires 2 arguments. Expected {names}." in found.err
+
+
 def test_ls_shows_what_is_asked_for(tmp_path: pathlib.Path, treering: Any) -> None:
     run = tmp_path / "run"
     with tr.Checkpointer(run) as ckpts:
@@ -439,7 +467,7 @@ def test_ls_shows_what_is_asked_for(tmp_path: pathlib.Path, treering: Any) -> No
     assert " free\n" in treering("du", run).out and treering("du", run, "--json").json["free"] > 0
 
 
-@pytest.mark.parametrize(("best", "step"), [("loss:min", 2), ("loss", 1), ("acc:max", 2)])
+@pytest.mark.parametrize(("best", "step"), [("loss:min", 2), ("loss:max", 1), ("acc", 2)])
 def test_the_best_step_is_taken(best: str, step: int, tmp_path: pathlib.Path, treering: Any) -> None:
     run = tmp_path / "run"
     with tr.Checkpointer(run) as ckpts:

@@ -28,8 +28,8 @@ FIELDS = {
     "ls": "{path, finished, set_aside, steps: [{step, path, state, format, created, nbytes, metrics: {*}, pinned, "
     "link, linked_by, base, changed, seconds, deleted, latest}], closed, tier, survives, not_listed, free, best}",
     "ls (of several runs)": "{path, runs: [{path, latest, created, nbytes, finished, error, not_listed, good, damaged, "
-    "unsupported, closed, unfinished}]}",
-    "ls (of checkpoints)": "{path, checkpoints: [{path, format, step, created, nbytes, error}]}",
+    "unsupported, closed, unfinished, format, metrics: {*}, deleted, best, best_value}], not_listed}",
+    "ls (of checkpoints)": "{path, checkpoints: [{path, format, step, created, nbytes, error, metrics: {*}}]}",
     "du": "{path, nbytes, parts: [{path, nbytes}], closed, free}",
     "show": "{path, format, step, created, nbytes, metrics: {*}, metadata: {*}, leaves: {*: {type, dtype, "
     "shape, nbytes}}}",

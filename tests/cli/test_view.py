@@ -1,5 +1,6 @@
 """The server of `treering view`: what it gives, to whom, and how it ends."""
 
+import collections
 import http.client
 import json
 import pathlib
@@ -148,6 +149,32 @@ def test_a_run_in_another_store_is_served() -> None:
         served = Served("viewed://b/run")
         assert served.contents("", "step-00000001")["leaves"][0]["what"] == "int64[9]"
         assert served.values("", "step-00000001", "w", [(2, 3)]) == np.int64(2).tobytes()
+
+
+class CountingStore(MemoryStore):
+    """Counts how often each folder is listed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists: collections.Counter[str] = collections.Counter()
+
+    def list(self, path: str) -> list[str]:
+        self.lists[path] += 1
+        return super().list(path)
+
+
+def test_a_poll_lists_a_directory_of_runs_once() -> None:
+    """The number of times that a poll lists each folder does not grow with the number of runs."""
+    with stores.using(store := CountingStore(), "polled"):
+        listed = []
+        for number in range(1, 5):
+            with tr.Checkpointer(f"polled://b/runs/{number}") as ckpts:
+                ckpts.save(1, {"w": np.arange(9)})
+            served = Served("polled://b/runs")
+            store.lists.clear()
+            assert len(served.about("")["runs"]) == number
+            listed.append({path: count for path, count in store.lists.items() if path.endswith(("/runs", "/1"))})
+        assert listed[0] == listed[-1], listed
 
 
 def test_bad_paths_are_one_clear_error(tmp_path: pathlib.Path, treering: Any, server: ViewServer) -> None:

@@ -208,3 +208,28 @@ def test_an_ending_that_is_only_read_is_no_name_for_a_folder(tmp_path: Path, nam
     assert os.listdir(tmp_path) == ["c"]
     tr.save(tmp_path / name, {"w": np.ones(2)}, format="treering")
     assert tr.restore(tmp_path / name)["w"].tolist() == [1, 1]
+
+
+def test_an_unknown_format_lists_those_to_write(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match=r"format='pickle': expected one of 'treering', .*'orbax'") as caught:
+        tr.save(tmp_path / "c", {"w": np.ones(2)}, format="pickle")
+    assert not any(f"'{name}'" in str(caught.value) for name in ("npz", "torch", "keras", "tensorflow", "dcp", "zarr"))
+    with pytest.raises(UnsupportedError, match="files of PyTorch are only read"):  # before "cannot store step"
+        tr.save(tmp_path / "c", {"w": np.ones(2)}, step=1, format="torch")
+    with pytest.raises(MismatchError, match="'torch'"):
+        tr.open(tmp_path / "c", format="pickle")
+
+
+@pytest.mark.parametrize(("name", "first"), [("m.safetensors", "safetensors"), ("m.pt", "torch"), ("m.npz", "npz")])
+def test_reasons_begin_with_the_format_of_the_ending(tmp_path: Path, name: str, first: str) -> None:
+    (tmp_path / name).write_bytes(b"neither of these" * 10)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes").write_bytes(b"text")
+    with pytest.raises(UnsupportedError) as caught:
+        tr.open(tmp_path / name)
+    lines = str(caught.value).splitlines()
+    assert lines[1].startswith(f"  {first}: ") and lines[-1].endswith(": it is a file"), lines
+    with pytest.raises(tr.errors.TreeringError) as found:
+        tr.open(tmp_path / "folder")
+    lines = str(found.value).splitlines()
+    assert lines[1].startswith("  treering: ") and lines[-1].endswith(": not a file"), lines

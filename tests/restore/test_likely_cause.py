@@ -126,6 +126,17 @@ def test_following_what_is_suggested_makes_it_work(tmp_path: pathlib.Path, case:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("at", "inner"), [("params", ""), ("model/params", "model"), ("model/0", "model")])
+def test_at_that_is_one_level_too_deep(tmp_path: pathlib.Path, at: str, inner: str) -> None:
+    own: Any = [params(), {"step": 1}] if at.endswith("0") else {"params": params(), "step": 1}
+    tr.save(tmp_path / "c", {inner: own} if inner else own)
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "c", own, at=at)
+    (line,) = lines_of(caught.value)
+    assert line.endswith("so at= is one level too deep: " + (f"at={inner!r}" if inner else "leave out at="))
+    assert not tr.diff(tr.restore(tmp_path / "c", own, at=inner), own)
+
+
 def test_suggestion_keeps_own_leaves_and_restores_others(tmp_path: pathlib.Path) -> None:
     """The suggested arguments restore each leaf of the template from its origin."""
     tr.save(tmp_path / "c", state(ADAM))

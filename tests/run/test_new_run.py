@@ -328,27 +328,38 @@ def test_the_best_step_is_opened_and_restored(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(run) as ckpts:
         for step, loss in ((1, 0.5), (2, 0.1), (3, float("nan"))):
             ckpts.save(step, {"x": np.full(3, step)}, metrics={"loss": loss})
-    assert tr.open(run, best="loss").step == 1 and tr.open(run, best="loss:min").step == 2
+    assert tr.open(run, best="loss:max").step == 1 and tr.open(run, best="loss:min").step == 2
     assert (
         tr.restore(run, best="loss:min")["x"][0]
         == 2
         == tr.restore(run, {"x": np.zeros(3, int)}, best="loss:min")["x"][0]
     )
     with tr.Checkpointer(run) as ckpts:
-        assert ckpts.restore(best="loss")["x"][0] == 1 and ckpts.restored_step == 1
+        assert ckpts.restore(best="loss:max")["x"][0] == 1 and ckpts.restored_step == 1
         with pytest.raises(MismatchError, match="step= or best=, found both"):
-            ckpts.restore(step=1, best="loss")
+            ckpts.restore(step=1, best="loss:min")
         assert ckpts.restore(best="loss:min")["x"][0] == 2
         ckpts.save(4, {"x": np.full(3, 4)})  # continues from step 2
     assert tr.steps(run) == [1, 2, 4] and tr.steps(run / "rewound-1") == [3]
     with pytest.raises(MismatchError, match="metric='los': expected one that a step has, found loss"):
         tr.open(run, best="los:min")
     with pytest.raises(MismatchError, match="step= or best=, found both"):
-        tr.restore(run, step=1, best="loss")
+        tr.restore(run, step=1, best="loss:min")
     with pytest.raises(MismatchError, match=r"best='': expected METRIC, METRIC:min or METRIC:max"):
         tr.open(run, best="")
     with pytest.raises(NotFoundError, match="expected a step with the metric 'loss', found no metrics"):
-        tr.open(tmp_path / "none", best="loss")
+        tr.open(tmp_path / "none", best="loss:min")
+
+
+@pytest.mark.parametrize("metric", ["loss", "Val/Loss", "loss:mn", "error_rate", "perplexity"])
+def test_the_direction_of_a_loss_is_asked_for(tmp_path: pathlib.Path, metric: str) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, {"x": np.ones(3)}, metrics={metric: 0.5, "accuracy": 0.5})
+        with pytest.raises(MismatchError, match="METRIC:min, for the lowest, or METRIC:max, for the highest"):
+            ckpts.restore(best=metric)
+    assert tr.open(tmp_path / "run", best=f"{metric}:max").step == tr.open(tmp_path / "run", best="accuracy").step == 1
+    with pytest.raises(MismatchError, match=r"found .*accuracy.*; a name may end with :min or :max"):
+        tr.open(tmp_path / "run", best="accuracy:mx")
 
 
 def test_the_processes_of_a_job_take_the_same_best_step(tmp_path: pathlib.Path) -> None:

@@ -68,15 +68,18 @@ class Seconds(click.ParamType):
 
 
 class FormatName(click.ParamType):
-    """The name of a format."""
+    """The name of a format to read or, with `written`, to write."""
 
     name = "name"
+
+    def __init__(self, *, written: bool = False):
+        self._written = written
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from .. import formats
 
         try:
-            return formats.get(value).name
+            return (formats.for_path(f"--format {value}", value) if self._written else formats.get(value)).name
         except MismatchError as error:
             # The message begins with the Python argument; click names the option itself.
             raise click.BadParameter(str(error).removeprefix("format="), ctx, param) from None

@@ -63,7 +63,7 @@ def show(
     depth: int | None,
     json_: bool,
 ) -> None:
-    """Show the tree of a CHECKPOINT: names, shapes, dtypes, sizes and shardings.
+    """Show the tree of a CHECKPOINT. It has names, shapes, dtypes, sizes and shardings.
 
     PATH selects a leaf, with its values, statistics and a histogram, or a subtree. Layers that are alike share a line,
     such as layers/0…23.
@@ -175,7 +175,7 @@ def stats(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Read the arrays of a CHECKPOINT and print their range, mean, norm, zeros, NaN and infinities.
+    """Print statistics of the arrays of a CHECKPOINT. They are range, mean, norm, zeros, NaN and infinities.
 
     GLOBs select leaves: * matches within one component of a path, ** any number of components. NaN and infinities are
     counted; the other numbers are those of the finite values.
@@ -208,7 +208,7 @@ def diff(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Compare the checkpoints A and B leaf by leaf and bit by bit; the exit code is 1 if they differ.
+    """Compare the checkpoints A and B leaf by leaf and bit by bit. The exit code is 1 if they differ.
 
     For arrays that differ it prints how many values differ, the largest difference, that relative to the largest
     magnitude, and for floats the cosine of the angle between the two. --best takes the best step of A and of B, or

@@ -27,7 +27,9 @@ _log = logging.getLogger("treering")  # The command prints it in the words of th
 @click.command()
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--format", type=FormatName(), help="The format of TARGET; by default that of its suffix, or treering.")
+@click.option(
+    "--format", type=FormatName(written=True), help="The format of TARGET; by default that of its suffix, or treering."
+)
 @click.option("--source-format", type=FormatName(), help="The format of SOURCE; by default recognized from its files.")
 @click.option("--step", type=STEP, metavar="N", help="A step of a run; by default the latest valid one, for orbax all.")
 @BEST
@@ -65,7 +67,7 @@ def convert(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Write the checkpoint SOURCE as TARGET, in another format or the same, in bounded memory.
+    """Write the checkpoint SOURCE as TARGET, in any format. The memory that it takes is bounded.
 
     With --format orbax, all steps of a run become the directory of a CheckpointManager; the exit code is 1 if damaged
     ones are left behind. Rules are applied in the order drop, rename. It refuses a TARGET in a run that a job writes.
@@ -160,7 +162,7 @@ def cp(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Copy a checkpoint, or all valid steps of a run, to another disk or bucket.
+    """Copy a checkpoint or a run to another disk or bucket. Of a run, it copies the valid steps.
 
     It copies files byte for byte and checks each byte that it reads, with pins and recorded metrics. Existing copies
     of steps receive only pins and metrics, and are not read; --overwrite reads them, and replaces those that differ
@@ -219,7 +221,7 @@ def _say_copied(done: "CopyResult", overwrite: bool, dry_run: bool) -> None:
 @click.option("--write", is_flag=True, help="Write the files; by default only print the diff.")
 @as_json
 def migrate(path: str, native: bool, write: bool, json_: bool) -> int:
-    """Change Python programs from Orbax to Treering (needs the extra migrate).
+    """Change Python programs from Orbax to Treering. This needs the extra migrate.
 
     PATH is a file or a folder. It prints a diff, in which imports of orbax.checkpoint are imports of treering.orbax.
     Comments and formatting stay. What is left to do by hand is printed on stderr with file and line, and then the exit
@@ -245,8 +247,11 @@ def migrate(path: str, native: bool, write: bool, json_: bool) -> int:
 def _say(done: "Migration", write: bool) -> None:
     if not write:
         click.echo(_shown(done.diff), nl=False)
+    places: dict[str, list[str]] = {}  # The same advice for several places is said once.
     for one in done.findings:
-        say(f"{safe(one.file)}:{one.line}: {safe(one.what)}", err=True)
+        places.setdefault(one.what, []).append(f"{safe(one.file)}:{one.line}")
+    for what, where in places.items():
+        say(f"{', '.join(where)}: {safe(what)}", err=True)
     for name, why in done.failed.items():
         say(f"{safe(name)}: {safe(why)}", err=True)
     skipped = [count(len(names), kind) for names, kind in ((done.notebooks, "notebook"), (done.links, "link")) if names]
@@ -271,7 +276,7 @@ def _shown(text: str) -> str:
 @click.option("--version", type=STEP, metavar="N", help="The version; by default the newest that can be read.")
 @click.option("--watch", is_flag=True, help="Continue with each newest version, until the stream is finished.")
 def pull(stream: str, directory: str, version: int | None, watch: bool) -> None:
-    """Keep DIRECTORY a complete Hugging Face checkpoint of a version of published weights.
+    """Write a version of published weights to DIRECTORY. It is a complete checkpoint of Hugging Face.
 
     DIRECTORY is new, or has a checkpoint in safetensors, whose weights are replaced in one step. Other files stay.
     """

@@ -78,12 +78,16 @@ def prune(
         try:
             below = None if to is None else posixpath.join(to, name)
             options = {"dry_run": dry_run, "yes": yes, "no_verify": no_verify, "json_": json_}
-            code = max(code, _prune(one, policy, below, prefix, **options, print_json=found.append))
+            code = max(code, _prune(one, policy, below, prefix, **options, report=found.append))
         except (TreeringError, PermissionError) as error:
             _log.error("not pruned: %s", error)
             code = FAILED
     if json_:
         say_json({"path": place, "runs": found})
+    else:
+        steps, size = sum(len(one["deleted"]) for one in found), sum(one["nbytes"] for one in found)
+        verb = f"{'would be ' if dry_run else ''}{'deleted' if to is None else 'moved'}"
+        say(f"{count(len(folder.runs), 'run')}: {count(steps, 'step')} {verb}, {nbytes(size)}")
     return code
 
 
@@ -97,9 +101,9 @@ def _prune(
     yes: bool,
     no_verify: bool,
     json_: bool,
-    print_json: Callable[[dict[str, Any]], None] = say_json,
+    report: Callable[[dict[str, Any]], None] | None = None,
 ) -> int:
-    """Prunes one run, and returns the exit code."""
+    """Prunes one run, and returns the exit code. `report` takes what was done; without it, `json_` prints it."""
     from .. import stores
     from .._tools.listing import list_run
 
@@ -118,7 +122,7 @@ def _prune(
             check_target_run(directory, [row.path for row in rows], place)
         return rows
 
-    deletion = _Deletion(directory, inspection, dry_run, json_, place, print_json=print_json)
+    deletion = _Deletion(directory, inspection, dry_run, json_, place, report=report)
     return deletion.carry_out(choose, yes=yes)
 
 
@@ -179,9 +183,10 @@ class _Deletion:
         to: str | None = None,
         *,
         pinned: bool = False,
-        print_json: Callable[[dict[str, Any]], None] = say_json,
+        report: Callable[[dict[str, Any]], None] | None = None,
     ):
-        self._directory, self._inspection, self._print_json = directory, inspection, print_json
+        self._directory, self._inspection = directory, inspection
+        self._report_to = report or (say_json if json_ else lambda about: None)
         self._dry_run, self._json, self._to, self._pinned = dry_run, json_, to, pinned
         # True if the latest step is deleted. It needs the run's lock, because a job would continue from that step.
         self.needs_lock = False
@@ -239,19 +244,19 @@ class _Deletion:
         for step, why in done.failed.items():
             say(f"step {step} is not {self._verb}: {safe(why)}", err=True)
         inspection = self._inspection
+        about = {
+            "path": self._directory.root,
+            "deleted": [row.step for row in done.deleted],
+            "nbytes": _size(done.deleted),
+            "dry_run": self._dry_run,
+            "failed": done.failed,
+            "gone": done.gone,
+            "to": self._to,
+            "verified": inspection.verified_step,
+            "damaged": inspection.damaged,
+        }
+        self._report_to(about)
         if self._json:
-            about = {
-                "path": self._directory.root,
-                "deleted": [row.step for row in done.deleted],
-                "nbytes": _size(done.deleted),
-                "dry_run": self._dry_run,
-                "failed": done.failed,
-                "gone": done.gone,
-                "to": self._to,
-                "verified": inspection.verified_step,
-                "damaged": inspection.damaged,
-            }
-            self._print_json(about)
             return
         if not rows:
             say("nothing to delete")

@@ -3,20 +3,22 @@
 import dataclasses
 import os
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .._core.entries import mode_hint
 from .._core.leaf_paths import join_names, name_known
 from .._core.units import count, nbytes, number
 from .._printable import safe
 from ..errors import MismatchError, NotFoundError, TreeringError
 from .arguments import KEEP, PREFIX, Best, Keep, union
-from .output import FAILED, PATH, as_json, check_one_format, local_time, say, say_csv, say_json, table, utc_time
+from .output import FAILED, PATH, age, as_json, check_one_format, local_time, say, say_csv, say_json, table, utc_time
 
 if TYPE_CHECKING:
     from .._tools.listing import DiskUsage, Listing, Row
+    from ..keep import Policy
     from ..stores.store import Store
 
 _STATE_COLORS = {"damaged": "red", "unsupported": "red", "closed": "red", "unfinished": "yellow"}
@@ -28,8 +30,8 @@ _STATE_COLORS = {"damaged": "red", "unsupported": "red", "closed": "red", "unfin
     "--best", type=Best(), metavar="METRIC[:min]", help="Mark the step with the highest METRIC or, with :min, lowest."
 )
 @click.option("--metrics", metavar="NAME,…", help="Show only these metrics.")
-@click.option("--sort", metavar="BY", help="Sort by a metric, saved or size, the lowest first.")
-@click.option("--last", type=click.IntRange(1), metavar="N", help="Show only the last N steps, after sorting.")
+@click.option("--sort", metavar="BY", help="Sort by a column, such as a metric, saved or size; the lowest first.")
+@click.option("--last", type=click.IntRange(1), metavar="N", help="Show only the last N lines, after sorting.")
 @click.option("--keep", type=Keep(), multiple=True, help=f"Mark the steps that these policies would delete. {KEEP}")
 @PREFIX
 @click.option("--csv", "csv_", is_flag=True, help="Print CSV with one column for each metric.")
@@ -45,33 +47,39 @@ def ls(
     csv_: bool,
     json_: bool,
 ) -> int:
-    """List the steps of a RUN with time, size, metrics and notes: latest, pinned, damaged, unfinished.
+    """List the steps of a RUN, or the runs of a directory. The notes name latest, pinned, damaged, unfinished steps.
 
-    For a directory of runs or checkpoints it prints one line each. The exit code is 3 if this user may not read a part.
+    For a directory of runs it prints one line each: with its latest step, the latest value of each metric and, with
+    --best, the best value and step. For a directory of checkpoints, one line each. The exit code is 3 if this user may
+    not read a part.
     """
     from .. import stores
     from .._run.new_run import numbered_steps
-    from .._tools.listing import list_run, runs_in
-    from .._tools.runs_folder import scan_runs_folder
+    from .._tools.listing import Row, list_run, runs_in
+    from .._tools.runs_folder import RunsFolder, scan_runs_folder
 
     check_one_format(json_, csv_)
     try:
         listing = list_run(run, union(keep), prefix)
     except NotFoundError:
         place = stores.absolute(run)
-        runs = runs_in(stores.get(place), place)
-        folder = None if runs else scan_runs_folder(stores.get(place), place, None, prefix)
-        if not (runs or folder) or (folder and numbered_steps(stores.get(place), place)):
+        store = stores.get(place)
+        folder = scan_runs_folder(store, place, None, prefix) or RunsFolder(runs_in(store, place), [], [])
+        if not (folder.runs or folder.checkpoints) or (not folder.runs and numbered_steps(store, place)):
             raise  # The error names the prefix of steps.
-        if best or keep or metrics or sort or last:
-            raise click.UsageError(
-                f"{place}: expected one run with --best, --keep, --metrics, --sort or --last, found a directory of runs"
-            ) from None
-        if folder:
-            return _ls_checkpoints(place, folder.checkpoints, csv_=csv_, json_=json_)
-        return _ls_runs(place, runs, prefix, csv_=csv_, json_=json_)
+        if folder.runs:
+            lines = [_run_fields(one, union(keep), best, prefix) for one in folder.runs]
+            others = [one.removeprefix(f"{place}/") for one in [*folder.checkpoints, *folder.folders_below]]
+        elif best or keep:
+            found = "expected a run or a directory of runs with --best or --keep, found a directory of checkpoints"
+            raise click.UsageError(f"{place}: {found}") from None
+        else:
+            lines, others = [_checkpoint_fields(one) for one in folder.checkpoints], []
+        return _ls_folder(place, lines, others, best, metrics, sort, last, csv_=csv_, json_=json_)
     first = best_in(listing, *best) if best else None
-    listing = _chosen(listing, metrics, sort, last)
+    columns = {"step": "step", "saved": "created", "size": "nbytes"}
+    chosen = _chosen(listing.path, [vars(row) for row in listing.rows], columns, metrics, sort, last)
+    listing = dataclasses.replace(listing, rows=tuple(Row(**row) for row in chosen))
     rows = [{**_row_fields(row), "latest": row.step == listing.latest} for row in listing.rows]
     if json_:
         about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.archived, "steps": rows}
@@ -79,9 +87,9 @@ def ls(
         about |= {"not_listed": listing.not_listed, "free": _free_bytes(listing.path)}
         say_json({**about, "best": first} if best else about)
     elif csv_:
-        _print_csv(rows)
+        _print_csv(rows, [*(field.name for field in dataclasses.fields(Row)), "latest"])
     else:
-        _print_listing(listing, first)
+        _print_listing(listing, first, all_metrics=metrics is None)
     if listing.not_listed and not json_:
         names = join_names(listing.not_listed)
         say(
@@ -93,54 +101,70 @@ def ls(
     return FAILED if listing.closed or any(row.state == "closed" for row in listing.rows) else 0
 
 
-def _chosen(listing: "Listing", metrics: str | None, sort: str | None, last: int | None) -> "Listing":
-    """Returns a listing with only these metrics, the rows sorted, and only the last of them."""
-    rows = list(listing.rows)
+def _chosen(
+    place: str,
+    rows: list[dict[str, Any]],
+    columns: dict[str, str],
+    metrics: str | None,
+    sort: str | None,
+    last: int | None,
+) -> list[dict[str, Any]]:
+    """Returns lines with only these metrics, sorted, and only the last of them.
+
+    columns: the columns that are no metrics, and the fields that they show.
+    """
     names = metrics.split(",") if metrics else []
-    for name in [*names, *([sort] if sort and sort not in ("step", "saved", "size") else [])]:
-        _check_metric(listing, name)
+    for name in names:
+        _check_metric(place, rows, name)
     if sort:
-        kinds = {"step": lambda row: row.step, "saved": lambda row: row.created, "size": lambda row: row.nbytes}
-        value = kinds.get(sort, lambda row: row.metrics.get(sort))
-        keys = {row.step: value(row) for row in rows}
-        # Rows without a value come first, then those with NaN: the best by a metric is easily seen at an end.
-        rows.sort(key=lambda row: (keys[row.step] is not None, keys[row.step] == keys[row.step], keys[row.step] or 0))
+        if sort not in columns:
+            _check_metric(place, rows, sort, f"one of the columns {', '.join(columns)}, or ")
+        keys = {n: row[columns[sort]] if sort in columns else row["metrics"].get(sort) for n, row in enumerate(rows)}
+        # Lines without a value come first, then those with NaN: the best by a metric is easily seen at an end.
+        order = sorted(keys, key=lambda n: (keys[n] is not None, keys[n] == keys[n], keys[n] or 0))
+        rows = [rows[n] for n in (reversed(order) if sort == "age" else order)]
     if names:
         rows = [
-            dataclasses.replace(row, metrics={name: row.metrics[name] for name in names if name in row.metrics})
-            for row in rows
+            {**row, "metrics": {one: row["metrics"][one] for one in names if one in row["metrics"]}} for row in rows
         ]
-    return dataclasses.replace(listing, rows=tuple(rows[-last:] if last else rows))
+    return rows[-last:] if last else rows
 
 
-def _check_metric(listing: "Listing", metric: str) -> None:
-    """Raises `NotFoundError` for a metric that no step has."""
-    known = {name for row in listing.rows for name in row.metrics}
+def _check_metric(place: str, rows: Iterable[dict[str, Any]], metric: str, column: str = "") -> None:
+    """Raises `NotFoundError` for a metric that no line has."""
+    known = {name for row in rows for name in row["metrics"]}
     if metric not in known:
         found = name_known(metric, known) or "no metrics"
-        raise NotFoundError(f"{listing.path}: expected a step with the metric {metric!r}, found {found}")
+        raise NotFoundError(
+            f"{place}: expected {column}a step with the metric {metric!r}, found {found}{mode_hint(metric)}"
+        )
 
 
-def _print_csv(rows: Sequence[dict[str, Any]]) -> None:
-    from .._tools.listing import Row
-
-    names = [field.name for field in dataclasses.fields(Row) if field.name not in ("metrics", "emptied", "saved")]
-    metrics = list(dict.fromkeys(f"metrics.{name}" for row in rows for name in row["metrics"]))
+def _print_csv(rows: Sequence[dict[str, Any]], fields: Iterable[str]) -> None:
+    metrics = [f"metrics.{name}" for name in _metric_names(rows)]
     flat = [{**row, **{f"metrics.{name}": value for name, value in row["metrics"].items()}} for row in rows]
-    say_csv(flat, [*names, "latest", *metrics])
+    say_csv(flat, [*(name for name in fields if name not in ("metrics", "emptied", "saved")), *metrics])
 
 
-def _print_listing(listing: "Listing", best: int | None) -> None:
-    metrics = list(dict.fromkeys(name for row in listing.rows for name in row.metrics))
+def _metric_names(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+
+
+def _metric_cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
+    return [number(row["metrics"][name], 6) if name in row["metrics"] else "" for name in names]
+
+
+def _print_listing(listing: "Listing", best: int | None, *, all_metrics: bool) -> None:
+    metrics = _metric_names(map(vars, listing.rows))
     is_stream = any(row.seconds is not None for row in listing.rows)
     head = ["step", "saved", "size", *["kind", "changed", "seconds"] * is_stream, *map(safe, metrics), "notes"]
     rows = []
     for row in listing.rows:
-        numbers = [number(row.metrics[name], 6) if name in row.metrics else "" for name in metrics]
+        numbers = _metric_cells(vars(row), metrics)
         notes = ", ".join(_row_notes(row, listing, best))
         sent = _sent(row) if is_stream else []
         rows.append([str(row.step), local_time(row.created), nbytes(row.nbytes), *sent, *numbers, notes])
-    table(head, rows, left=["notes"])
+    _print_table(head, rows, ["notes"], metrics, len(head) - 1, all_metrics=all_metrics)
     parts = [count(len(listing.rows), "step"), _total(listing), *(["finished"] if listing.finished else [])]
     if listing.archived:
         parts.append(f"archived by a rewind: {', '.join(os.path.basename(one) for one in listing.archived)}")
@@ -173,88 +197,135 @@ def _total(listing: "Listing") -> str:
     return f"{nbytes(total)}, {nbytes(total - shared)} on the disk" if shared else nbytes(total)
 
 
-def _ls_runs(place: str, runs: Sequence[str], prefix: str | None, *, csv_: bool, json_: bool) -> int:
-    """Lists the runs of a directory, one line each, and returns the exit code."""
-    found = [_run_fields(run, prefix) for run in runs]
-    plain = [{**one, "created": utc_time(one["created"])} for one in found]
+def _print_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: Sequence[str],
+    metrics: Sequence[str],
+    end: int,
+    *,
+    all_metrics: bool,
+) -> None:
+    """Prints a table whose columns before `end` are metrics. Leaves out metrics that the terminal has no room for.
+
+    all_metrics: False if the user has named the metrics to show, which are never left out.
+    """
+    spare = range(end - len(metrics), end) if all_metrics else ()
+    if hidden := tuple(metrics[n - end] for n in table(head, rows, left=left, spare=spare)):
+        say(f"no room for {count(len(hidden), 'metric')} ({join_names(hidden)}); choose with --metrics")
+
+
+_FOLDER_COLUMNS = {
+    "format": "format", "step": "step", "steps": "good", "latest": "latest",
+    "age": "created", "saved": "created", "size": "nbytes", "best": "best_value",
+}  # fmt: skip
+
+
+def _ls_folder(
+    place: str,
+    lines: list[dict[str, Any]],
+    others: Sequence[str],
+    best: tuple[str, str] | None,
+    metrics: str | None,
+    sort: str | None,
+    last: int | None,
+    *,
+    csv_: bool,
+    json_: bool,
+) -> int:
+    """Lists the runs of a directory, or its checkpoints, one line each, and returns the exit code."""
+    kind = "run" if "latest" in lines[0] else "checkpoint"
+    columns = {name: field for name, field in {kind: "path", **_FOLDER_COLUMNS}.items() if field in lines[0]}
+    if not best:
+        columns.pop("best", None)
+    elif all(line["best"] is None for line in lines):
+        _check_metric(place, lines, best[0])
+    is_closed = any(line["error"] or line.get("closed") for line in lines)
+    lines = _chosen(place, lines, columns, metrics, sort, last)
+    plain = [{**line, "created": utc_time(line["created"])} for line in lines]
     if json_:
-        say_json({"path": place, "runs": plain})
+        about = {"path": place, f"{kind}s": plain}
+        say_json({**about, "not_listed": others} if kind == "run" else about)
     elif csv_:
-        say_csv(plain, list(plain[0]))
+        _print_csv(plain, lines[0])
     else:
+        names = _metric_names(lines)
+        shown = [name for name in columns if name not in ("saved", "best")]
+        head = [*shown, *map(safe, names), f"best {safe(best[0])}" if best else "", "at", "notes"]
         rows = []
-        for one in found:
-            notes = [
-                f"{one[state]} {click.style(state, fg=colour)}" for state, colour in _STATE_COLORS.items() if one[state]
-            ]
-            notes += [f"{one['not_listed']} with other names"] * bool(one["not_listed"])
-            notes += ["finished"] * one["finished"] + [click.style(safe(one["error"]), fg="red")] * bool(one["error"])
-            latest = "" if one["latest"] is None else str(one["latest"])
-            name = safe(os.path.basename(one["path"]))
-            rows.append(
-                [name, f"{one['good']:,}", latest, local_time(one["created"]), nbytes(one["nbytes"]), ", ".join(notes)]
-            )
-        table(["run", "steps", "latest", "saved", "size", "notes"], rows, left=["run", "notes"])
-        total = nbytes(sum(one["nbytes"] or 0 for one in found))
-        say(" · ".join([count(len(found), "run"), total, *_free_text(place)]))
-    return FAILED if any(one["error"] or one["closed"] for one in found) else 0
+        for line in lines:
+            first = "" if line.get("best") is None else number(line["best_value"], 6)
+            cells = [_folder_cell(line, name, columns[name]) for name in shown] + _metric_cells(line, names)
+            rows.append([*cells, first, _folder_cell(line, "at", "best"), ", ".join(_folder_notes(line))])
+        end = len(shown) + len(names)
+        _print_table(head, rows, [kind, "format", "notes"], names, end, all_metrics=metrics is None)
+        total = nbytes(sum(line["nbytes"] or 0 for line in lines))
+        say(" · ".join([count(len(lines), kind), total, *_free_text(place)]))
+    if others and not json_:
+        say(f"not listed: {count(len(others), 'other path')} with checkpoints ({join_names(tuple(others))})", err=True)
+    return FAILED if is_closed else 0
 
 
-def _ls_checkpoints(place: str, paths: Sequence[str], *, csv_: bool, json_: bool) -> int:
-    """Lists the checkpoints of a directory that is no run, one line each, and returns the exit code."""
-    found = [_checkpoint_fields(path) for path in paths]
-    plain = [{**one, "created": utc_time(one["created"])} for one in found]
-    if json_:
-        say_json({"path": place, "checkpoints": plain})
-    elif csv_:
-        say_csv(plain, list(plain[0]))
-    else:
-        rows = [
-            [
-                safe(os.path.basename(one["path"])),
-                one["format"] or "",
-                "" if one["step"] is None else str(one["step"]),
-                local_time(one["created"]),
-                nbytes(one["nbytes"]),
-                click.style(safe(one["error"] or ""), fg="red"),
-            ]
-            for one in found
-        ]
-        table(["checkpoint", "format", "step", "saved", "size", "notes"], rows, left=["checkpoint", "format", "notes"])
-        say(f"{count(len(found), 'checkpoint')} · {nbytes(sum(one['nbytes'] or 0 for one in found))}")
-    return FAILED if any(one["error"] for one in found) else 0
+def _folder_cell(line: dict[str, Any], name: str, field: str) -> str:
+    value = line.get(field)
+    if value is None:
+        return ""
+    if field == "path":
+        return safe(os.path.basename(value))
+    if field == "nbytes":
+        return nbytes(value)
+    return age(value) if name == "age" else f"{value:,}" if name == "steps" else str(value)
+
+
+def _folder_notes(line: dict[str, Any]) -> list[str]:
+    notes = [
+        f"{line[state]} {click.style(state, fg=color)}" for state, color in _STATE_COLORS.items() if line.get(state)
+    ]
+    more = {"deleted": "would be deleted", "not_listed": "with other names"}
+    notes += [f"{line[field]} {text}" for field, text in more.items() if line.get(field)]
+    notes += ["finished"] * line.get("finished", False)
+    return notes + [click.style(safe(line["error"]), fg="red")] * bool(line["error"])
 
 
 def _checkpoint_fields(path: str) -> dict[str, Any]:
     from .._run.open import open_checkpoint
 
-    about = {"path": path, "format": None, "step": None, "created": None, "nbytes": None, "error": None}
+    about: dict[str, Any] = {"path": path, "format": None, "step": None, "created": None, "nbytes": None, "error": None}
+    about["metrics"] = {}
     try:
         ckpt = open_checkpoint(path)
     except (TreeringError, PermissionError) as error:
         return {**about, "error": str(error)}
     created = ckpt.created and ckpt.created.timestamp()
-    return {**about, "format": ckpt.format, "step": ckpt.step, "created": created, "nbytes": ckpt.nbytes}
+    about |= {"format": ckpt.format, "step": ckpt.step, "created": created, "nbytes": ckpt.nbytes}
+    return {**about, "metrics": ckpt.metrics}
 
 
-def _run_fields(run: str, prefix: str | None) -> dict[str, Any]:
-    """Returns the line of a run among others: the number of steps in each state, and the latest valid step."""
+def _run_fields(run: str, keep: "Policy | None", best: tuple[str, str] | None, prefix: str | None) -> dict[str, Any]:
+    """Returns the line of a run among others: steps in each state, the latest valid step, the latest of each metric."""
     from .._tools.listing import list_run
 
-    states = {"good": 0, **dict.fromkeys(_STATE_COLORS, 0)}
     about = {"path": run, "latest": None, "created": None, "nbytes": None, "finished": False, "error": None}
-    about["not_listed"] = 0
+    about |= {"not_listed": 0, "good": 0, **dict.fromkeys(_STATE_COLORS, 0)}
+    about |= {"format": None, "metrics": {}, "deleted": 0, "best": None, "best_value": None}
     try:
-        listing = list_run(run, prefix=prefix)
+        listing = list_run(run, keep, prefix)
     except (TreeringError, PermissionError) as error:
-        return {**about, **states, "error": str(error)}
+        return {**about, "error": str(error)}
     for row in listing.rows:
-        states[row.state] = states.get(row.state, 0) + 1
-    states["closed"] += len(listing.closed)
-    created = max((row.created for row in listing.rows if row.created is not None), default=None)
-    about |= {"latest": listing.latest, "created": created, "finished": listing.finished}
-    about["not_listed"] = len(listing.not_listed)
-    return {**about, **states, "nbytes": sum(row.nbytes or 0 for row in listing.rows)}
+        about[row.state] = about.get(row.state, 0) + 1
+    good = [row for row in listing.rows if row.state == "good"]
+    about["closed"] += len(listing.closed)
+    about["created"] = max((row.created for row in listing.rows if row.created is not None), default=None)
+    about["format"] = ", ".join(sorted({row.format for row in good})) or None
+    about["metrics"] = {name: value for row in good for name, value in row.metrics.items()}  # The steps ascend.
+    if best and best[0] in about["metrics"]:
+        about["best"] = best_in(listing, *best)
+        about["best_value"] = next(row.metrics[best[0]] for row in good if row.step == about["best"])
+    about |= {"latest": listing.latest, "finished": listing.finished, "not_listed": len(listing.not_listed)}
+    about["nbytes"] = sum(row.nbytes or 0 for row in listing.rows)
+    about["deleted"] = sum(row.deleted for row in listing.rows)
+    return about
 
 
 def best_in(listing: "Listing", metric: str, mode: str) -> int:
@@ -264,7 +335,7 @@ def best_in(listing: "Listing", metric: str, mode: str) -> int:
     saved = [Saved(row.step, row.metrics) for row in listing.rows if row.state == "good"]
     ranked = rank(saved, metric, mode)  # type: ignore[arg-type]
     if not ranked:
-        _check_metric(listing, metric)
+        _check_metric(listing.path, map(vars, listing.rows), metric)
         raise NotFoundError(f"{listing.path}: expected a valid step with the metric {metric!r}, found damaged ones")
     return ranked[0]
 
@@ -319,7 +390,7 @@ def _row_notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
 @click.option("--depth", type=click.IntRange(1), default=1, metavar="N", help="Levels of the tree of a checkpoint.")
 @as_json
 def du(path: str, depth: int, json_: bool) -> int:
-    """Print sizes: of the steps of a run, of each run in a directory, or of the parts of a checkpoint's tree.
+    """Print the sizes of steps, of runs, or of parts of a tree. PATH is a run, a directory of runs or a checkpoint.
 
     A file that several steps share by hard links counts once, in the first of them, as in du(1). It names folders that
     this user may not read, and ends with exit code 3 then.

@@ -95,7 +95,7 @@ def cli(context: click.Context, debug: bool) -> None:
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion script for a SHELL; for bash: eval "$(treering completion bash)" in ~/.bashrc."""
+    """Print the completion script for a SHELL. For bash: eval "$(treering completion bash)" in ~/.bashrc."""
     kind = get_completion_class(shell)
     assert kind is not None
     say(kind(cli, {}, _NAME, _COMPLETE_VARIABLE).source())
@@ -133,6 +133,11 @@ def _run(arguments: list[str], debug: bool) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
+        if isinstance(error, click.BadOptionUsage):  # Of "requires 2 arguments", say which.
+            command = next((cli.commands[one] for one in arguments if one in cli.commands), cli)
+            named = [one for one in command.params if error.option_name in one.opts and one.nargs > 1]
+            more = "".join(f" Expected {error.option_name} {one.metavar}." for one in named)
+            error = click.BadOptionUsage(error.option_name, error.message + more, error.ctx)
         error.show()
         return error.exit_code
     except (TreeringError, OSError, ImportError, MemoryError) as error:

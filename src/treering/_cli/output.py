@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from .._printable import safe
 
 FAILED = 3  # The exit code of an error that was printed.
 _MAX_INT_BITS = 10_000  # A larger int is printed in hexadecimal: Python refuses to print very long decimals.
+_READABLE_COLUMNS = 20  # Columns of metrics are left out before texts are cut to less.
 _MIN_COLUMNS = 8  # A cell keeps this many columns, however narrow the terminal is.
 
 
@@ -88,6 +90,15 @@ def local_time(seconds: float | None) -> str:
     return "" if seconds is None else f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
+def age(seconds: float) -> str:
+    """Formats the time since a time in seconds since the epoch: ``35 s``, ``12 min``, ``5 h``, ``3 d``."""
+    passed = max(int(time.time() - seconds), 0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if passed >= 2 * length:
+            return f"{passed // length:,} {unit}"
+    return f"{passed} s"
+
+
 def utc_time(seconds: float | None) -> str | None:
     """Formats a time in seconds since the epoch as ISO 8601, in UTC."""
     return None if seconds is None else datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
@@ -112,16 +123,29 @@ def truncate_middle(text: str, columns: int) -> str:
     return text if len(text) <= columns else f"{text[:first]}…{text[len(text) - (columns - 1 - first) :]}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[str] = ()) -> None:
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[str] = (), spare: Sequence[int] = ()
+) -> list[int]:
     """Prints a table. Columns in `left` are aligned to the left, all others to the right. Empty columns are omitted.
 
-    Cells may be styled. If the table is wider than the terminal, columns in `left` are cut.
+    Cells may be styled. If the table is wider than the terminal, the last of the columns `spare` are left out until
+    columns in `left` fit when they are cut. Returns those that were left out.
     """
     used = [n for n, _ in enumerate(head) if any(row[n] for row in rows)]
     widths = {n: max(len(head[n]), *(len(click.unstyle(row[n])) for row in rows)) for n in used}
-    space = terminal_columns()
-    texts = [n for n in used if head[n] in left]  # Numbers are never cut: a cut number is another number.
-    while space is not None and texts and sum(widths.values()) + 2 * (len(widths) - 1) > space:
+    space = math.inf if (columns := terminal_columns()) is None else columns
+    texts = [n for n in used if head[n] in left and n not in spare]
+    hidden: list[int] = []
+    for n in reversed([n for n in spare if n in widths]):
+        if (
+            sum(min(width, _READABLE_COLUMNS) if n in texts else width for n, width in widths.items())
+            + 2 * (len(widths) - 1)
+            > space
+        ):
+            hidden.insert(0, n)
+            del widths[n]
+    # Numbers are never cut: a cut number is another number.
+    while texts and sum(widths.values()) + 2 * (len(widths) - 1) > space:
         widest = max(texts, key=lambda n: widths[n])
         if widths[widest] <= _MIN_COLUMNS:
             break
@@ -134,8 +158,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collectio
         return shown + pad if head[n] in left else pad + shown
 
     def line(cells: Sequence[str]) -> str:
-        return "  ".join([cell(n, cells[n]) for n in used]).rstrip()
+        return "  ".join([cell(n, cells[n]) for n in widths]).rstrip()
 
     say(click.style(line(head), dim=True))
     for row in rows:
         say(line(row))
+    return hidden

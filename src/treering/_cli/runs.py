@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @PREFIX
 @as_json
 def pin(run: str, steps: tuple[int, ...], best: tuple[str, str] | None, prefix: str | None, json_: bool) -> None:
-    """Mark STEPS of a RUN, or the best one by a metric, so that no job deletes them."""
+    """Mark STEPS of a RUN, or the best, so that no job deletes them."""
     if bool(steps) == (best is not None):
         raise click.UsageError("expected STEPS or --best")
     found = chosen_step(run, None, best, prefix)
@@ -64,7 +64,7 @@ def rewind(
     prefix: str | None,
     json_: bool,
 ) -> None:
-    """Go back to a STEP of a RUN: archive the later steps, so that the next job continues from STEP.
+    """Go back to a STEP of a RUN. It archives the later steps, so that the next job continues from STEP.
 
     It deletes nothing: it moves the steps to rewound-1 (-2, …) within the run, which is a run of its own. It refuses a
     run that a job writes.

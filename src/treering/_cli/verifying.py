@@ -40,7 +40,7 @@ def verify(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Check every byte of a checkpoint, or of all steps of a run, against its checksum. Damage is exit code 1.
+    """Check every byte of a checkpoint, or of a run's steps. Bytes are checked by checksum. Damage is exit code 1.
 
     Formats without checksums are read and decoded. In a run it also checks the steps that a rewind archived. PATH may
     be a directory of runs and checkpoints. It names what it cannot check; the exit code is 3 then, unless there is
@@ -148,9 +148,10 @@ def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
     which = "" if part is None else f", part {part[0]} of {part[1]}"
     say(f"{safe(checked.path)}: {nbytes(checked.nbytes)}{which}, {_result_text(checked)}")
     for problem in checked.problems:
-        say(f"  {safe(problem)}")
+        what = problem.what.replace(f"{checked.path}/", "").removeprefix(f"{problem.file}: ")
+        say(f"  {safe(problem._replace(what=what))}")
     for error in (*checked.unsupported, *checked.closed):
-        say(f"  cannot be checked: {safe(error)}")
+        say(f"  cannot be checked: {safe(str(error).replace(f'{checked.path}/', ''))}")
     for step in checked.deleted:
         say(f"  deleted meanwhile: {safe(step)}")
     for archived in checked.archived:
@@ -217,7 +218,7 @@ def _total_bytes(path: str, format: str | None, prefix: str | None) -> int:
 @click.option("--size", type=Bytes(), default="256M", show_default=True, help="Size of the test checkpoint in bytes.")
 @as_json
 def doctor(place: str, size: int, json_: bool) -> None:
-    """Test the features and the speed of PLACE, a directory or the prefix of a bucket.
+    """Test the features and the speed of PLACE. It is a directory or the prefix of a bucket.
 
     Writes files there and removes them. Times a save and a restore of --size bytes: with checksums, and until the disk
     has the data. The exit code is 3 if the place cannot be tested; advice leaves it at 0.

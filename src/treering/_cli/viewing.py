@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("path", type=PATH)
 @click.option("--port", type=click.IntRange(1, 65535), help="The port; by default a free one.")
 def view(path: str, port: int | None) -> None:
-    """Show a checkpoint of any format, a run or a directory of runs in the browser: open the URL that it prints.
+    """Show a checkpoint or runs in the browser. Open the URL that it prints. PATH is of any format.
 
     It serves PATH to this machine only, until Ctrl-C. The URL has a random token, and nothing is written.
     """
@@ -55,7 +55,7 @@ def _each_once() -> Iterator[None]:
 @click.argument("other", type=PATH, required=False)
 @PREFIX
 def browse(path: str, other: str | None, prefix: str | None) -> None:
-    """Browse a checkpoint or a run in the terminal, or two side by side (needs the extra browse).
+    """Browse a checkpoint or a run in the terminal, or two. This needs the extra browse.
 
     Arrow keys or h j k l move, Enter or s reads a leaf, / searches, n finds the next, d compares both sides, q quits.
     """
@@ -102,7 +102,7 @@ def report(
     prefix: str | None,
     json_: bool,
 ) -> int:
-    """Write an HTML page about a RUN: timeline, sizes, statistics, differences. It needs no network.
+    """Write an HTML page about a RUN, which needs no network. It has timeline, sizes, statistics, differences.
 
     It reads the arrays of --steps steps, spread evenly over the run; --steps 0 reads none. It replaces an older report.
     Of several runs, or a directory of runs, the page has the metrics in the same charts, and nothing of arrays. If it

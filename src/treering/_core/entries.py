@@ -6,6 +6,7 @@ value, which is stored in the manifest.
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
 NO_ARRAY = ("none", "function")
+_LOWER_IS_BETTER = re.compile("loss|error|perplexity", re.IGNORECASE)
 KEY_SIZES = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}  # uint32 numbers of a key of JAX's own implementations
 
 
@@ -179,14 +181,24 @@ def is_absent(entry: Entry | None) -> bool:
     return entry is None or (isinstance(entry, ValueEntry) and entry.type in NO_ARRAY)
 
 
+def mode_hint(metric: str) -> str:
+    """Returns the end of a message about a metric that does not exist: its name may be a mistyped mode."""
+    return "; a name may end with :min or :max" if ":" in metric else ""
+
+
 def metric_and_mode(best: str) -> tuple[str, Literal["min", "max"]]:
     """Returns the metric and the mode that ``accuracy``, ``accuracy:max`` or ``loss:min`` names.
 
-    Raises `MismatchError` for anything else.
+    Raises `MismatchError` for anything else, and for a loss, an error or a perplexity without a mode.
     """
     if isinstance(best, str):
         metric, colon, mode = best.rpartition(":")  # a metric may have colons
         found = metric if colon and mode in ("min", "max") else best
+        if found is best and _LOWER_IS_BETTER.search(best):
+            raise MismatchError(
+                f"best={best!r:.100}: expected METRIC:min, for the lowest, or METRIC:max, for the highest, "
+                "because the name has 'loss', 'error' or 'perplexity' in it"
+            )
         if found:
             return found, "min" if colon and mode == "min" else "max"
     raise MismatchError(f"best={best!r:.100}: expected METRIC, METRIC:min or METRIC:max, as text")

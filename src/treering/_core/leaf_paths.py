@@ -245,9 +245,9 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
     return os.path.abspath(home)
 
 
-def join_names(names: tuple[str, ...]) -> str:
-    """Returns the first five names, and the number of the rest. Names from files cannot control a terminal."""
-    return ", ".join(map(safe, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def join_names(names: tuple[str, ...], most: int = 5) -> str:
+    """Returns the first `most` names, and the number of the rest. Names from files cannot control a terminal."""
+    return ", ".join(map(safe, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def name_known(missing: str, known: Iterable[str]) -> str:

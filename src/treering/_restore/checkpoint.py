@@ -15,7 +15,7 @@ from .._core import dtypes, expansion
 from .._core import skeleton as _skeleton
 from .._core.entries import Entry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
 from .._core.lazy import LazyArray
-from .._core.leaf_paths import closest, find_globs, find_path, join_names, relative_to
+from .._core.leaf_paths import closest, find_globs, find_path, join_names, matches, relative_to
 from .._core.source import Source, check_not_left_out, full_source, subtree_of, subtree_path
 from .._core.tracebacks import hide_internal_frames_of_methods
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
@@ -178,8 +178,12 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
                 return self.at(rest)
             places = dict.fromkeys(name[:i] for name in self._source.entries for i, c in enumerate(name) if c == "/")
             similar = closest(path, [*places, *self._source.entries])
-            top = tuple(dict.fromkeys(name.partition("/")[0] for name in self._source.entries))
-            hint = f"; closest: {similar}" if similar else f"; there are {join_names(top)}" if any(top) else ""
+            parents = (path[:i] for i in range(len(path), 0, -1) if path[i : i + 1] == "/")
+            parent = next((one for one in parents if one in places), "")
+            inside = (relative_to(name, parent) for name in self._source.entries)
+            names = tuple(dict.fromkeys(rest.partition("/")[0] for rest in inside if rest))
+            found = f"; {parent} has {join_names(names, 8)}" if parent else f"; there are {join_names(names, 8)}"
+            hint = f"; closest: {similar}" if similar and similar != parent else found if names else ""
             if self._source.positional:
                 hint = (
                     "; its leaves have only numbers; restore into a template of the entire tree and take the part of "
@@ -207,6 +211,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             similar = closest(idle[0], list(self._source.entries)) if idle else None
             shown = join_names(tuple(self._source.entries)) + (f"; the closest name is {similar}" if similar else "")
             problem = f"{self.path}: none of {len(self)} leaves fits {join_names(tuple(idle))!r}, found {shown}"
+            deep = [f"{one}*" for one in idle if one.endswith("/*") and any(matches(n, f"{one}*") for n in self)]
+            problem += f"; ** matches at any depth: {join_names(tuple(deep))!r}" if deep else ""
             if not entries:
                 raise NotFoundError(problem)
             _log.warning("%s", problem)

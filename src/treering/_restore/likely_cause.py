@@ -88,11 +88,26 @@ def suggest_fix(
     mixture: the quantized weights of both sides.
     attempt: the checkpoint with floats instead of them.
     """
+    if said := _too_deep(flat_tree.paths, entries, policy.at):
+        return said
     search, groups = _Search(flat_tree, policy, compare, grown), find_groups(entries)
     if mixture.differs:
         return _of_mixture(search, mixture, attempt, [{group.path} for group in groups])
     best = _best(search, entries, skeleton, differences, [{*group.members.values()} for group in groups])
     return "" if best is None else ": ".join(best)
+
+
+def _too_deep(wanted: Iterable[str], entries: Iterable[str], at: str) -> str:
+    """Returns advice if the template has the last level of `at` and leaves next to it; else "".
+
+    Without such leaves a rule can add the level, and leaves of the checkpoint next to it cause no error.
+    """
+    parent, _, level = at.rpartition("/")
+    levels = {path.split("/")[0] for path in wanted}
+    if level not in levels or len(levels) == 1 or level in {path.split("/")[0] for path in entries}:
+        return ""
+    instead = f"at={parent!r}" if parent else "leave out at="
+    return f"the template has the level {level!r} itself, so at= is one level too deep: {instead}"
 
 
 def _of_mixture(search: _Search, mixture: Mixture, attempt: Attempt, weights: Sequence[Set[str]]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from .. import formats, stores
-from .._core.entries import step_number
+from .._core.entries import mode_hint, step_number
 from .._core.leaf_paths import name_known
 from .._core.tracebacks import hide_internal_frames
 from .._processes import coordinator
@@ -169,8 +169,7 @@ def best(saved: Sequence[Saved], metric: str, mode: Literal["min", "max"]) -> in
     """
     known = {name for one in saved for name in one.metrics}
     if known and metric not in known:
-        raise MismatchError(
-            f"metric={metric!r}: expected one that a step has, found {name_known(metric, known) or 'no metrics'}"
-        )
+        found = name_known(metric, known) or "no metrics"
+        raise MismatchError(f"metric={metric!r}: expected one that a step has, found {found}{mode_hint(metric)}")
     numbers = [one for one in saved if not math.isnan(one.metrics.get(metric, math.nan))]
     return next(iter(rank(numbers, metric, mode)), None)

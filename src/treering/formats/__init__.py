@@ -243,10 +243,19 @@ def get(name: str) -> Format:
 def for_path(path: str, name: str | None) -> Format:
     """Returns the format to write a path in: the named one, else the one of its suffix, else the native one.
 
-    Raises `UnsupportedError` for a suffix of files that are only read.
+    Raises `UnsupportedError` for a format that is only read, and a `MismatchError` that lists those to write.
     """
     if name is not None:
-        return get(name)
+        from ._shared.format_parts import ReadOnly
+
+        try:
+            named = get(name)
+        except MismatchError:
+            written = [one for one in [*names(), *_UNDETECTED] if not isinstance(get(one), ReadOnly)]
+            raise MismatchError(f"format={name!r}: expected one of {', '.join(map(repr, written))}") from None
+        if isinstance(named, ReadOnly):
+            raise named.only_read(path)
+        return named
     if found := next((one for n in names() if path.endswith((one := _registered.get(n) or get(n)).suffixes)), None):
         return found
     if ending := next((ending for ending in _ONLY_READ if path.endswith(ending)), None):
@@ -264,17 +273,20 @@ def detect(store: Store, path: str) -> Format:
     Raises `UnsupportedError` if no format accepts the path. It says what the path is, if known, and why each format
     refuses it. Raises `CorruptError` for git-lfs pointers and unreadable files, which may be of any format.
     """
-    reasons: list[str] = []
+    reasons: list[tuple[bool, bool, str]] = []
     with reading(path), store.glance(path):  # The formats ask for the same files, so the store caches its answers.
         for format in _all_formats():
             if (reason := format.refuses(store, path)) is None:
                 return format
-            reasons.append(f"  {format.name}: {reason}")
+            endings = (*format.suffixes, *(ending for ending, name in _ONLY_READ.items() if name == format.name))
+            text = f"  {format.name}: {reason}"
+            reasons.append((not path.endswith(endings), reason in ("not a file", "it is a file"), text))
     for ending in ("", ".index"):  # A path of TensorFlow's format is only a prefix of file names.
         file_io.check_all_fetched(store, path + ending, levels=2)
     what = unknown_files.describe(store, path, lambda inner: is_known(store, inner))
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
-    raise UnsupportedError("\n".join([head, *reasons]))
+    likely_first = sorted(reasons, key=lambda one: one[:2])  # That of the ending; those of the other kind of path last.
+    raise UnsupportedError("\n".join([head, *(text for *_, text in likely_first)]))
 
 
 def is_known(store: Store, path: str) -> bool:

@@ -79,6 +79,9 @@ class Served:
         if folder:
             paths = [*folder.runs, *folder.checkpoints]
             return {"path": safe(place), "runs": [self._about_run(path) for path in paths]}
+        return self._about(place)
+
+    def _about(self, place: str) -> dict[str, Any]:
         if self._store.stat(place) is None:
             raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing. Check the path")
         if formats.is_known(self._store, place):
@@ -88,7 +91,7 @@ class Served:
     def _about_run(self, path: str) -> dict[str, Any]:
         name = posixpath.relpath(path, self.path)
         try:
-            return {"name": name, **self.about(name)}
+            return {"name": name, **self._about(path)}
         except (TreeringError, PermissionError) as error:
             raise_if_momentary(error)
             return {"name": name, "path": safe(path), "error": safe(error)}

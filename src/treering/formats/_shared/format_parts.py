@@ -44,7 +44,10 @@ class ReadOnly(FormatDefaults):
     advice = "choose another format, such as safetensors"
 
     def write(self, store: Store, path: str, contents: Source, *, overwrite: bool, **options: Any) -> int:
-        raise UnsupportedError(f"{path}: {self.contents} are only read; {self.advice}")
+        raise self.only_read(path)
+
+    def only_read(self, path: str) -> UnsupportedError:
+        return UnsupportedError(f"{path}: {self.contents} are only read; {self.advice}")
 
 
 def refuses_file(store: Store, path: str, examine: Callable[[], str | None]) -> str | None:
