@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     type=Subset(),
     help="Read only a part: 2/5 is the second of five equal parts; 10G is a random part of about that size.",
 )
-@click.option("--newer", type=Seconds(), help="Check only what was committed within this time, such as 7d.")
+@click.option(
+    "--newer",
+    type=Seconds(),
+    help="Check only what was committed within this time, such as 7d. Without a record, the time of the file counts.",
+)
 @FORMAT
 @PREFIX
 @as_json
