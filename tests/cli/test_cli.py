@@ -824,7 +824,6 @@ def test_every_format_is_shown(tmp_path: pathlib.Path, treering: Any) -> None:
         (["shwo"], 2, "No such command"),
         (["show", "--deep", "x"], 2, "No such option"),
         (["ls", "x", "--best", ":min"], 2, "METRIC:min"),
-        (["ls", "x", "--best", "loss"], 2, "METRIC:min, for the lowest, or METRIC:max"),
         (["show", "x", "--best", "loss:min", "--step", "1"], 2, "--step or --best"),
         (["diff", "x", "--best", "loss:min", "--steps", "1", "2"], 2, "--steps or --best, found both"),
         (["pull", "x", "y", "--version", "1", "--watch"], 2, "--version or --watch, found both"),

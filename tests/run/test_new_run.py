@@ -351,13 +351,18 @@ def test_the_best_step_is_opened_and_restored(tmp_path: pathlib.Path) -> None:
         tr.open(tmp_path / "none", best="loss:min")
 
 
-@pytest.mark.parametrize("metric", ["loss", "Val/Loss", "loss:mn", "error_rate", "perplexity"])
-def test_the_direction_of_a_loss_is_asked_for(tmp_path: pathlib.Path, metric: str) -> None:
+@pytest.mark.parametrize("metric", ["loss", "Val/Loss", "error_rate", "perplexity"])
+def test_the_highest_loss_is_taken_with_a_warning(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, metric: str
+) -> None:
     with tr.Checkpointer(tmp_path / "run") as ckpts:
-        ckpts.save(1, {"x": np.ones(3)}, metrics={metric: 0.5, "accuracy": 0.5})
-        with pytest.raises(MismatchError, match="METRIC:min, for the lowest, or METRIC:max, for the highest"):
-            ckpts.restore(best=metric)
-    assert tr.open(tmp_path / "run", best=f"{metric}:max").step == tr.open(tmp_path / "run", best="accuracy").step == 1
+        for step in (1, 2):
+            ckpts.save(step, {"x": np.ones(3)}, metrics={metric: 1 / step, "accuracy": step})
+    assert tr.open(tmp_path / "run", best=f"{metric}:max").step == 1
+    assert tr.open(tmp_path / "run", best="accuracy").step == 2 and not caplog.records
+    assert tr.open(tmp_path / "run", best=metric).step == 1
+    assert f"takes the highest; {metric}:min takes the lowest" in caplog.text
+    assert tr.open(tmp_path / "run", best=f"{metric}:min").step == 2  # as it advises
     with pytest.raises(MismatchError, match=r"found .*accuracy.*; a name may end with :min or :max"):
         tr.open(tmp_path / "run", best="accuracy:mx")
 

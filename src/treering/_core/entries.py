@@ -4,6 +4,7 @@ The entry of an array has its dtype, as text so that listing needs no NumPy, and
 value, which is stored in the manifest.
 """
 
+import logging
 import math
 import operator
 import re
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
 NO_ARRAY = ("none", "function")
+_log = logging.getLogger("treering")
 _LOWER_IS_BETTER = re.compile("loss|error|perplexity", re.IGNORECASE)
 KEY_SIZES = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}  # uint32 numbers of a key of JAX's own implementations
 
@@ -189,16 +191,13 @@ def mode_hint(metric: str) -> str:
 def metric_and_mode(best: str) -> tuple[str, Literal["min", "max"]]:
     """Returns the metric and the mode that ``accuracy``, ``accuracy:max`` or ``loss:min`` names.
 
-    Raises `MismatchError` for anything else, and for a loss, an error or a perplexity without a mode.
+    Logs a warning for a loss, an error or a perplexity without a mode. Raises `MismatchError` for anything else.
     """
     if isinstance(best, str):
         metric, colon, mode = best.rpartition(":")  # a metric may have colons
         found = metric if colon and mode in ("min", "max") else best
         if found is best and _LOWER_IS_BETTER.search(best):
-            raise MismatchError(
-                f"best={best!r:.100}: expected METRIC:min, for the lowest, or METRIC:max, for the highest, "
-                "because the name has 'loss', 'error' or 'perplexity' in it"
-            )
+            _log.warning("best=%.100r takes the highest; %.100s:min takes the lowest, and :max says this", best, best)
         if found:
             return found, "min" if colon and mode == "min" else "max"
     raise MismatchError(f"best={best!r:.100}: expected METRIC, METRIC:min or METRIC:max, as text")
