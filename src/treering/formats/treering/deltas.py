@@ -36,7 +36,9 @@ from .manifest_fields import ArrayRow, Delta
 _LEVEL = 1  # of zstd; more takes several times as long and saves 2 %
 _MAX_SHARE = 4  # A difference in more than one of so many elements is not sparse: the array is stored as it is.
 _HASH_LOG = 8  # of zstd's table of matches, of which positions and changes have few; a larger one costs time and bytes
-_BLOCK_BYTES = 1 << 18  # that are compared, or copied and changed, and then hashed at a time: they stay in the cache
+# Bytes that are compared, or copied and changed, and then hashed at a time. They stay in the cache. With smaller blocks
+# the threads wait for each other, because each begins the next piece of work in the interpreter.
+_BLOCK_BYTES = 1 << 21
 _ROUND = 1 << 14  # changes that are decoded at a time, for the same reason
 _MAX_READ_BYTES = 32 << 20  # of differences that are in memory at a time, unless those of one array have more
 _MAX_CHAIN = 10_000  # checkpoints, from one with deltas back to one that has the array itself
