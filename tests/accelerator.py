@@ -1,5 +1,6 @@
 """A double of an accelerator, for there is none here: CPU arrays count as a device's, and go through pinned memory."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def install(monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> Accelerator:
     double = Accelerator(refuses)
     for module in (leaves, device_digests):
         monkeypatch.setattr(module, "on_host", lambda sharding: sharding.memory_kind in devices._HOST_KINDS)
+    monkeypatch.setattr(device_digests, "_COMPILE_SECONDS", math.inf)  # On a busy machine a function may take longer.
     monkeypatch.setattr(devices, "_pinned", lambda sharding: sharding.with_memory_kind("pinned_host"))
     monkeypatch.setattr(devices, "_moved", double.moved)
     monkeypatch.setattr(

@@ -595,6 +595,24 @@ def test_a_step_that_retention_deletes_before_its_upload(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
+def test_a_step_that_is_deleted_just_after_its_upload(local: str, tmp_path: pathlib.Path) -> None:
+    """Retention sees that the step is uploaded, and deletes it before the upload has noted that."""
+
+    class Waits(dict[int, Any]):
+        def __setitem__(self, step: int, seen: Any) -> None:
+            super().__setitem__(step, seen)
+            if step == 1:
+                _until(lambda: 1 not in tr.steps(local))
+
+    with tr.Checkpointer(tmp_path / "remote", local=local) as ckpts:
+        places: Any = ckpts._directory
+        places._copied = Waits()  # the order of two threads, not what they do
+        _save(ckpts, 1)
+        _until(lambda: 1 in places._copied)
+        _save(ckpts, 2, 3)
+    assert tr.steps(tmp_path / "remote") == [1, 2, 3]
+
+
 @pytest.mark.long
 def test_the_limit_is_kept(local: str, tmp_path: pathlib.Path) -> None:
     begun = time.monotonic()

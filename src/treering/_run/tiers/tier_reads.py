@@ -309,5 +309,6 @@ class TierReads:
 
     def _note_copied(self, step: int, version: object, identity: str) -> None:
         self._copied[step] = version, identity
-        if self._known_copied(step, self.local.step_path(step)):  # Otherwise it was saved again meanwhile.
+        seen = summary.stat_manifest(self.local.steps.store, self.local.step_path(step))
+        if seen is None or seen.version == version:  # Retention may delete it at once. Otherwise it was saved again.
             self._saved.discard(step)
