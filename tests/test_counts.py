@@ -384,6 +384,15 @@ def test_what_each_folder_takes_that_is_no_step(paths: Iterator[str]) -> None:
     assert counted(lambda: tr.steps(run)).system.total() - before <= 3 * 100 + 10
 
 
+def test_tensorboards_files_are_known_by_name(paths: Iterator[str]) -> None:
+    """Their names end in numbers, as those of Flax do, and a look at each would be a request of a bucket."""
+    run = run_of(next(paths), 1)
+    before = counted(lambda: tr.open(run)).system.total()
+    for n in range(100):
+        pathlib.Path(run, f"events.out.tfevents.17000000{n:02}.host.4711.{n}").write_bytes(b"event")
+    assert counted(lambda: tr.open(run)).system.total() <= before + 100 + 2
+
+
 @pytest.mark.long
 @pytest.mark.whole
 def test_unchanged_arrays_are_linked(paths: Iterator[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ class Steps(Mapping[int, T]):
     def __bool__(self) -> bool:
         return self.newest is not None
 
-    @property
+    @functools.cached_property
     def newest(self) -> int | None:
         """The number of the newest step; None without steps."""
         own = next((step for step in reversed(self._names) if self._has(step)), None)

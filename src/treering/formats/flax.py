@@ -40,7 +40,7 @@ _ARRAYS_SUFFIX = "_gda"  # the suffix of the folder with the arrays of a file
 _PREFIX = "checkpoint_"  # Flax's default prefix
 _OF_CLU, _COMMIT = ".flax", ".index"
 _CLU = re.compile(r"(.+-)(\d{1,18})\.flax")
-_OF_TENSORFLOW = re.compile(r".+\.data-\d{5}-of-\d{5}")
+_OF_TENSORFLOW = re.compile(r".+\.data-\d{5}-of-\d{5}|events\.out\.tfevents\..+")  # variables, TensorBoard's events
 # The shortest beginning that leaves a number. A sign belongs to the number unless it separates words.
 _STEP = re.compile(r"(.*?)((?:(?<![A-Za-z0-9])[-+])?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.ASCII | re.DOTALL)
 
