@@ -375,6 +375,41 @@ def test_the_error_for_a_deep_tree_is_quadratic(paths: Iterator[str]) -> None:
     assert calls(80) <= 4 * calls(40)
 
 
+def _error(path: str, template: Any, **options: Any) -> None:
+    with pytest.raises(tr.errors.MismatchError):
+        tr.restore(path, template, **options)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda path, tree: _error(path, {layer: {"w": one["w"].astype(int)} for layer, one in tree.items()}),
+        lambda path, tree: _error(path, {layer: {"w": one["w"][:2]} for layer, one in tree.items()}),
+        lambda path, tree: _error(path, {f"{layer}x": one for layer, one in tree.items()}),
+        lambda path, tree: tr.restore(path, {"layer0": tree["layer0"]}, extra=[f"{layer}/w" for layer in tree]),
+        lambda path, tree: tr.restore(path, {**tree, **{f"{n}x": 0 for n in tree}}, missing=[f"{n}x" for n in tree]),
+        lambda path, tree: tr.open(path).select([f"{layer}/w" for layer in tree]),
+    ],
+    ids=["dtypes", "shapes", "names", "extra", "missing", "select"],
+)
+def test_many_leaves_and_globs_are_linear(paths: Iterator[str], work: Callable[[str, Any], Any]) -> None:
+    """Errors compare leaves of the template with others, and the caller's globs are compared with the leaves."""
+
+    def calls(count: int) -> int:
+        tree = {f"layer{n}": {"w": np.full(4, n, np.float32)} for n in range(count)}
+        tr.save(path := next(paths), tree)
+        number = [0]
+        sys.setprofile(lambda frame, event, argument: number.__setitem__(0, number[0] + (event in ("call", "c_call"))))
+        try:
+            work(path, tree)
+        finally:
+            sys.setprofile(None)
+        return number[0]
+
+    calls(10)
+    assert calls(400) <= 4.5 * calls(100)
+
+
 def test_what_each_folder_takes_that_is_no_step(paths: Iterator[str]) -> None:
     """Each format looks for its own files, and yet a folder is listed once."""
     run = run_of(next(paths), 1)

@@ -82,7 +82,7 @@ def test_tuples_as_keys_stay_distinct(a: tuple[Any, ...], b: tuple[Any, ...]) ->
 )
 def test_globs(glob: str, path: str, fits: bool) -> None:
     assert _paths.matches(path, glob) is fits
-    assert _paths.matches(path, ["nothing", glob]) is fits
+    assert _paths.Globs(["nothing", glob]).match(path) is fits
 
 
 def test_the_closest_name_prefers_the_same_ending() -> None:
@@ -184,18 +184,19 @@ def test_names_like_urls_are_reached_as_paths(workdir: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_what_globs_may_match_below_a_path() -> None:
-    """Compares `may_match_below` with all paths of up to four components of three names."""
+    """Compares `Globs.may_match_below` with all paths of up to four components of three names."""
     paths = ["/".join(parts) for n in range(1, 5) for parts in itertools.product("abc", repeat=n)]
     segments = ["a", "b", "*", "?", "**", "a*"]
     for glob in ("/".join(parts) for n in range(1, 4) for parts in itertools.product(segments, repeat=n)):
-        fits = {path for path in paths if _paths.matches(path, glob)}
+        globs = _paths.Globs([glob])
+        fits = {path for path in paths if globs.match(path)}
         for at in paths[:12]:
             inside = {path for path in paths if _paths.relative_to(path, at) is not None}
-            assert _paths.may_match_below(at, glob) is bool(fits & inside), (at, glob)
+            assert globs.may_match_below(at) is bool(fits & inside), (at, glob)
             for entry in (lost_entry(at, "why", tree=True), lost_entry(at, "why")):
-                assert not entry.tree or not glob_covers(at, entry, glob) or inside <= fits or glob == at, (at, glob)
-                assert glob_covers(at, entry, glob) or entry.tree or at not in fits
-                assert fits_entry(at, entry, glob) is (bool(fits & inside) if entry.tree else at in fits)
+                assert not entry.tree or not glob_covers(at, entry, globs) or inside <= fits or glob == at, (at, glob)
+                assert glob_covers(at, entry, globs) or entry.tree or at not in fits
+                assert fits_entry(at, entry, globs) is (bool(fits & inside) if entry.tree else at in fits)
 
 
 @pytest.mark.parametrize("text", ["memory://", "memory:///", "memory://a//b", "memory://a/../b", "memory://./a"])

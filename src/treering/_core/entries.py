@@ -15,7 +15,7 @@ import msgspec
 
 from .._printable import short
 from ..errors import CorruptError, MismatchError
-from .leaf_paths import matches, may_match_below
+from .leaf_paths import Globs, matches
 from .values import MAX_EXACT_INT, ValueType, decode
 
 if TYPE_CHECKING:
@@ -227,19 +227,16 @@ def is_unreadable_tree(entry: Entry | None) -> TypeGuard[LostEntry]:
     return isinstance(entry, LostEntry) and entry.tree
 
 
-def glob_fits(path: str, entry: Entry, globs: str | Iterable[str]) -> bool:
+def glob_fits(path: str, entry: Entry, globs: Globs) -> bool:
     """Returns True if one of the globs matches a leaf's path, or could match a leaf in a damaged part of the tree."""
-    if not is_unreadable_tree(entry):
-        return matches(path, globs)
-    return any(may_match_below(path, glob) for glob in ((globs,) if isinstance(globs, str) else globs))
+    return globs.may_match_below(path) if is_unreadable_tree(entry) else globs.match(path)
 
 
-def glob_covers(path: str, entry: Entry | None, globs: str | Iterable[str]) -> bool:
+def glob_covers(path: str, entry: Entry | None, globs: Globs) -> bool:
     """Returns True if one of the globs matches a leaf's path. For a damaged part one has to match all of it."""
     if not is_unreadable_tree(entry):
-        return matches(path, globs)
-    candidates = (globs,) if isinstance(globs, str) else globs
-    return any(glob == path or (glob.rpartition("/")[2] == "**" and matches(path, glob)) for glob in candidates)
+        return globs.match(path)
+    return any(glob == path or (glob.rpartition("/")[2] == "**" and matches(path, glob)) for glob in globs)
 
 
 def check_readable(entries: Iterable[Entry]) -> None:

@@ -119,19 +119,51 @@ def canonical(path: str) -> str:
     return "/".join(map(key_text, split(path))) if "~" in path else path
 
 
-def matches(path: str, globs: str | Iterable[str]) -> bool:
-    """Returns True if one of the globs matches a path.
+class Globs(tuple[str, ...]):
+    """Globs that many paths are compared with. Those without wildcards are looked up, however many they are."""
+
+    @functools.cached_property
+    def _paths(self) -> frozenset[str]:
+        return frozenset(glob for glob in self if not has_wildcards(glob))
+
+    @functools.cached_property
+    def _above(self) -> frozenset[str]:
+        return frozenset(at for path in self._paths for at in (path, *parent_paths(path)))
+
+    @functools.cached_property
+    def _patterns(self) -> list[str]:
+        return [glob for glob in self if has_wildcards(glob)]
+
+    def match(self, path: str) -> bool:
+        """Returns True if one of the globs matches a path; see `matches`."""
+        return path in self._paths or any(matches(path, glob) for glob in self._patterns)
+
+    def may_match_below(self, path: str) -> bool:
+        """Returns True if one of the globs could match the path, or a path below it."""
+        if not path:
+            return bool(self)
+        ways = {path, unescape(path)}
+        return not ways.isdisjoint(self._above) or any(
+            _may_match_below(way.split("/"), glob) for way in ways for glob in self._patterns
+        )
+
+
+def globs_of(globs: str | Iterable[str]) -> Globs:
+    """Returns one or several globs for many comparisons."""
+    if isinstance(globs, Globs):
+        return globs
+    return Globs((globs,) if isinstance(globs, str) else globs)
+
+
+def matches(path: str, glob: str) -> bool:
+    """Returns True if a glob matches a path.
 
     ``*`` and ``?`` match within a component, ``**`` matches any number of components. A glob with wildcards may also
     match the path as people write it. `find_path` does that for a glob without wildcards.
     """
-    candidates = (globs,) if isinstance(globs, str) else globs
-    if "~" not in path:
-        return any(matches_exactly(path, glob) for glob in candidates)
-    plain = unescape(path)
-    return any(
-        matches_exactly(path, glob) or (has_wildcards(glob) and matches_exactly(plain, glob)) for glob in candidates
-    )
+    if not has_wildcards(glob):
+        return path == glob
+    return matches_exactly(path, glob) or ("~" in path and matches_exactly(unescape(path), glob))
 
 
 def matches_exactly(path: str, glob: str) -> bool:
@@ -161,9 +193,9 @@ def find_path(text: str, paths: Collection[str]) -> str:
     return found[0] if found else text
 
 
-def find_globs(globs: str | Iterable[str], paths: Collection[str]) -> list[str]:
+def find_globs(globs: str | Iterable[str], paths: Collection[str]) -> Globs:
     """Returns the path that each of one or several globs means; see `find_path`."""
-    return [find_path(glob, paths) for glob in ((globs,) if isinstance(globs, str) else globs)]
+    return Globs(find_path(glob, paths) for glob in globs_of(globs))
 
 
 def parent_paths(path: str) -> list[str]:
@@ -171,12 +203,8 @@ def parent_paths(path: str) -> list[str]:
     return [path[:n] for n, character in enumerate(path) if character == "/"]
 
 
-def may_match_below(path: str, glob: str) -> bool:
-    """Returns True if the glob could match the path, or a path below it."""
-    return not path or any(_may_match_below(parts, glob) for parts in (path.split("/"), unescape(path).split("/")))
-
-
 def _may_match_below(parts: Sequence[str], glob: str) -> bool:
+    """Returns True if a glob could match the path of these parts, or a path below it."""
     segments = glob.split("/")
     for n, part in enumerate(parts):
         if n == len(segments):

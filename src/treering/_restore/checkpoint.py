@@ -15,7 +15,7 @@ from .._core import dtypes, expansion
 from .._core import skeleton as _skeleton
 from .._core.entries import Entry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
 from .._core.lazy import LazyArray
-from .._core.leaf_paths import closest, find_globs, find_path, join_names, matches, relative_to
+from .._core.leaf_paths import Globs, closest, find_globs, find_path, join_names, matches, relative_to
 from .._core.source import Source, check_not_left_out, full_source, subtree_of, subtree_path
 from .._core.tracebacks import hide_internal_frames_of_methods
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
@@ -206,7 +206,11 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             raise MismatchError(f"select: expected a glob or a list of them, found {glob!r:.100}")
         globs = find_globs(given, self._source.entries)
         entries = {path: entry for path, entry in self._source.entries.items() if glob_fits(path, entry, globs)}
-        idle = [one for one in globs if not any(glob_fits(path, entry, one) for path, entry in entries.items())]
+        idle = [
+            one
+            for one in globs
+            if one not in entries and not any(glob_fits(path, entry, Globs((one,))) for path, entry in entries.items())
+        ]
         if idle or not entries:
             similar = closest(idle[0], list(self._source.entries)) if idle else None
             shown = join_names(tuple(self._source.entries)) + (f"; the closest name is {similar}" if similar else "")

@@ -22,8 +22,6 @@ from .._core.leaf_paths import (
     join,
     join_names,
     key_text,
-    matches,
-    may_match_below,
     parent_paths,
     relative_to,
 )
@@ -108,8 +106,8 @@ class _Growth:
 
     def visit(self, value: Any, path: str, inside: bool) -> Any:
         """Returns a part of the template, grown. `inside`: a glob matches a part around it."""
-        inside = inside or matches(path, self._globs)
-        if not (inside or any(may_match_below(path, glob) for glob in self._globs)):
+        inside = inside or self._globs.match(path)
+        if not (inside or self._globs.may_match_below(path)):
             return value
         level = walk.level_of(value)
         if level is None:
@@ -135,7 +133,7 @@ class _Growth:
         keys = node.children() if inside or is_dict else ()
         paths = {key: join(path, key_text(key), root=not path) for key in keys}
         missing = [key for key in keys if key not in (value if is_dict else range(len(value)))]
-        missing = [key for key in missing if inside or matches(paths[key], self._globs)]
+        missing = [key for key in missing if inside or self._globs.match(paths[key])]
         if not missing and (is_dict or not inside or len(value) <= node.count()):
             return value
         count = len(self.problems)

@@ -185,8 +185,9 @@ def _keeps_own_values(path: str, paths: Sequence[str], targets: Sequence[LeafTar
 
 def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
     """Raises `MismatchError` for a glob in `missing` that matches no leaf, because it is probably misspelt."""
+    known = set(paths)
     for glob in () if isinstance(policy.missing, str) else policy.missing:
-        if not any(matches(path, glob) for path in paths):
+        if glob not in known and not any(matches(path, glob) for path in paths):
             shown = join_names(tuple(paths))
             raise MismatchError(
                 f"missing=[{glob!r}]: expected a glob that matches a leaf of the template, found no match in {shown}"

@@ -5,7 +5,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .._core.entries import Entry, is_absent
+import jax
+import numpy as np
+
+from .._core.entries import ArrayEntry, Entry, is_absent
 from .._core.skeleton import Skeleton
 from .._pytree.leaves import is_function
 from .._pytree.walk import FlatTree
@@ -66,11 +69,22 @@ class _Search:
         self.transposed: set[str] = set()
         self.update_counts: set[str] = set()
         self.doubtful: list[str] = []
+        self._kinds = {path: _kind_of(leaf) for path, leaf in self.leaves.items()}
+        self._fitting: dict[tuple[Any, ...], bool] = {}  # by the kinds of two leaves
 
     def fits(self, path: str, found: str) -> bool:
         """Returns True if the template's leaf can be made of the checkpoint's."""
+        kind, entry = self._kinds[path], self.entries[found]
+        if kind is None or not isinstance(entry, ArrayEntry):
+            return self._fits(path, entry)
+        both = kind, entry.type, entry.dtype, entry.shape
+        if both not in self._fitting:
+            self._fitting[both] = self._fits(path, entry)
+        return self._fitting[both]
+
+    def _fits(self, path: str, entry: Entry) -> bool:
         try:
-            target_of(path, self.leaves[path], self.entries[found], self.dtype, records_kinds=True)
+            target_of(path, self.leaves[path], entry, self.dtype, records_kinds=True)
         except LeafMismatch:
             return False
         return True
@@ -141,12 +155,15 @@ class _Search:
                 for end in suffixes(found):
                     by_end[end].append(found)
         votes: dict[tuple[str, str], dict[str, str]] = collections.defaultdict(dict)
+        likely: dict[tuple[str, str], bool] = {}
         for path in rest:
             for end in suffixes(path):
                 has_voted = False
                 for found in by_end.get(end, ())[:_MAX_CANDIDATES]:
                     heads = found[: len(found) - len(end)], path[: len(path) - len(end)]
-                    if may_be_levels(*heads) and self.states.may_become(found, path) and self.fits(path, found):
+                    if heads not in likely:
+                        likely[heads] = may_be_levels(*heads)
+                    if likely[heads] and self.fits(path, found) and self.states.may_become(found, path):
                         votes[heads][path] = found
                         has_voted = True
                 if has_voted:  # Shorter ends have less in common with the path.
@@ -268,6 +285,13 @@ def wanted(flat_tree: FlatTree) -> dict[str, Any]:
     """Returns the template's leaves that take something from a checkpoint, by path."""
     pairs = zip(flat_tree.paths, flat_tree.leaves, strict=True)
     return {path: leaf for path, leaf in pairs if leaf is not None and leaf is not ... and not is_function(leaf)}
+
+
+def _kind_of(leaf: Any) -> tuple[Any, ...] | None:
+    """Returns what decides which arrays a leaf of a template can be made of; None if that may be more."""
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+        return None
+    return type(leaf), leaf.dtype, leaf.shape, getattr(leaf, "weak_type", False)
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

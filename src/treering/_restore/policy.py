@@ -8,7 +8,7 @@ import numpy as np
 
 from .._core import dtypes
 from .._core.entries import Entry, glob_covers
-from .._core.leaf_paths import find_globs
+from .._core.leaf_paths import find_globs, globs_of
 from .._core.quantized import Member
 from ..errors import MismatchError
 
@@ -29,11 +29,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, value, keyword in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
-            globs = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+            globs = globs_of(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
             if value not in ("error", keyword) if globs is None else not all(isinstance(glob, str) for glob in globs):
                 raise MismatchError(f"{name}={value!r}: expected 'error', {keyword!r} or a list of globs of paths")
             if globs is not None:
-                object.__setattr__(self, name, globs)  # A tuple, because an iterator could be read only once.
+                object.__setattr__(self, name, globs)  # An iterator could be read only once.
         grown = tuple(self.grow) if isinstance(self.grow, Iterable) and not isinstance(self.grow, str) else (None,)
         if not all(isinstance(glob, str) for glob in grown):
             raise MismatchError(f"grow={self.grow!r}: expected a list of globs of paths")
@@ -61,7 +61,7 @@ class Policy:
     def allows(self, which: Literal["missing", "extra"], path: str, entry: Entry | None = None) -> bool:
         """Returns True if the leaf at a path may be missing from the checkpoint, or from the template (`extra`)."""
         value = self.missing if which == "missing" else self.extra
-        return value != "error" if isinstance(value, str) else glob_covers(path, entry, value)
+        return value != "error" if isinstance(value, str) else glob_covers(path, entry, globs_of(value))
 
     def cast(self, path: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Returns the dtype that an array becomes in a restore without a template. Only floats are cast."""

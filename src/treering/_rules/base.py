@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .._core.describe import describe_entry
 from .._core.entries import ArrayEntry, check_readable, glob_fits, is_absent, is_unreadable_tree, lost_entry
-from .._core.leaf_paths import canonical, find_globs, join_names
+from .._core.leaf_paths import Globs, canonical, find_globs, join_names
 from .._core.source import Source
 from .._core.views import Leaf
 from ..errors import MismatchError, UnsupportedError
@@ -112,8 +112,9 @@ def matching_paths(leaves: Leaves, glob: str) -> list[str]:
 
 def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
     """Raises `CorruptError` if a rule may change leaves of a damaged part, because their names are not known."""
+    globs = Globs((glob,))
     for path, leaf in leaves.items():
-        if is_unreadable_tree(entry := leaf.entry) and glob_fits(path, entry, glob):
+        if is_unreadable_tree(entry := leaf.entry) and glob_fits(path, entry, globs):
             within = f"{path}/**" if path else "**"
             without = f"tr.rules.drop({within!r}) leaves them out"
             why = f"{text}: it may change leaves of {within}, which cannot be read; {without}"

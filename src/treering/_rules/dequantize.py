@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._core.describe import describe_entry
 from .._core.entries import is_absent
-from .._core.leaf_paths import find_globs, join_names, matches, parent_paths
+from .._core.leaf_paths import find_globs, join_names, parent_paths
 from .._core.quantized import find_groups, find_misfits
 from .._core.source import Source
 from .._core.views import Leaf
@@ -38,13 +38,13 @@ class Dequantize:
         groups = find_groups(entries)
         globs = find_globs(self.glob, [*leaves, *(group.path for group in groups)])
         for group in find_misfits(entries, groups):
-            if matches(group.path, globs):
+            if globs.match(group.path):
                 shown = ", ".join(f"{path} {describe_entry(entries[path])}" for path in group.members.values())
                 raise MismatchError(
                     f"{text}: {group.path}: expected dtypes and shapes of {group.layout.name}, found {shown}; the "
                     "files are damaged or of another release. A glob that does not match it leaves it as it is"
                 )
-        found = [group for group in groups if matches(group.path, globs)]
+        found = [group for group in groups if globs.match(group.path)]
         check_any(found, self.optional, text, leaves)
         made: dict[str, list[tuple[str, Leaf]]] = {}
         names = deciding(found, leaves, text)

@@ -12,7 +12,7 @@ from ..._core import expansion
 from ..._core.describe import describe_entry
 from ..._core.entries import ArrayEntry
 from ..._core.lazy import LazyArray
-from ..._core.leaf_paths import matches
+from ..._core.leaf_paths import Globs
 from ..._core.outline import OutlineNode, outline
 from ..._core.source import arrays_of
 from ..._core.units import count, nbytes
@@ -188,7 +188,7 @@ class _Leaves:
 
     def read(self, steps: Sequence[tuple[int, Checkpoint | None]], globs: Sequence[str], progress: bool) -> None:
         """Reads the arrays of these steps one after another. Raises `MismatchError` if the globs match none."""
-        arrays = [(step, _arrays(ckpt, globs) if ckpt else {}) for step, ckpt in steps]
+        arrays = [(step, _arrays(ckpt, Globs(globs)) if ckpt else {}) for step, ckpt in steps]
         sizes: dict[str, int] = {}
         for _, found in arrays:
             for path, array in found.items():
@@ -240,9 +240,9 @@ def _fill(row: dict[str, Any], n: int, array: LazyArray, histogram: bool) -> Non
         row["bins"][str(n)] = _bars(found)
 
 
-def _arrays(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LazyArray]:
+def _arrays(ckpt: Checkpoint, globs: Globs) -> dict[str, LazyArray]:
     """Returns the numeric arrays that the globs match, by path."""
-    leaves = {path: ckpt[path] for path in ckpt if not globs or matches(path, globs)}
+    leaves = {path: ckpt[path] for path in ckpt if not globs or globs.match(path)}
     return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, LazyArray) and has_stats(leaf)}
 
 
