@@ -323,7 +323,12 @@ class View:
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> "list[np.ndarray]":
-        plans = [self.leaves[entry.path].plan_of(box) for entry, box in wanted]
+        leaves = [self.leaves[entry.path] for entry, _ in wanted]
+        if all(leaf.plain for leaf in leaves) and len({leaf.source for leaf in leaves}) == len(leaves):
+            entries: Mapping[str, Any] = self._reader.entries
+            plain = [(entries[leaf.source], box) for leaf, (_, box) in zip(leaves, wanted, strict=True)]
+            return self._reader.read(plain, verify=verify, mmap=mmap)
+        plans = [leaf.plan_of(box) for leaf, (_, box) in zip(leaves, wanted, strict=True)]
         arrays, lost = list["np.ndarray"](), list[MismatchError]()
         for batch in self._batches(wanted, plans):
             rest = iter(self._reader.read([need for plan in batch for need in plan.needs], verify=verify, mmap=mmap))

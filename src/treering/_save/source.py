@@ -153,11 +153,11 @@ def describe(target: SaveTarget, tree: Any) -> SavedTree:
             described = described._replace(catalogue=catalogue)
         if call.count == 1 and described.catalogue.global_leaves:
             _check_complete(described)
-    if target.writes_live_trees and not options.rules:
-        return PlainTree(flat_tree.skeleton, described, flat_tree.leaves)
-    live = LiveTree(target.path, flat_tree.skeleton, described)
-    change = functools.partial(_view_to_write, target, guessed)
-    return TreeView(change(Checkpoint(live)), live, change)
+        if target.writes_live_trees and not options.rules:
+            return PlainTree(flat_tree.skeleton, described, flat_tree.leaves)
+        live = LiveTree(target.path, flat_tree.skeleton, described)
+        change = functools.partial(_view_to_write, target, guessed)
+        return TreeView(change(Checkpoint(live)), live, change)
 
 
 def _flatten_for_levels(tree: Any) -> walk.FlatTree:
