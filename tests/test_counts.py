@@ -380,6 +380,11 @@ def _error(path: str, template: Any, **options: Any) -> None:
         tr.restore(path, template, **options)
 
 
+def _grown(path: str, layers: list[Any]) -> None:
+    tr.save(path, layers)
+    assert len(tr.restore(path, layers[:1], grow=["**"])) == len(layers)
+
+
 @pytest.mark.parametrize(
     "work",
     [
@@ -389,8 +394,10 @@ def _error(path: str, template: Any, **options: Any) -> None:
         lambda path, tree: tr.restore(path, {"layer0": tree["layer0"]}, extra=[f"{layer}/w" for layer in tree]),
         lambda path, tree: tr.restore(path, {**tree, **{f"{n}x": 0 for n in tree}}, missing=[f"{n}x" for n in tree]),
         lambda path, tree: tr.open(path).select([f"{layer}/w" for layer in tree]),
+        lambda path, tree: _error(path, dict.fromkeys(tree)),
+        lambda path, tree: _grown(f"{path}.list", [*tree.values()]),
     ],
-    ids=["dtypes", "shapes", "names", "extra", "missing", "select"],
+    ids=["dtypes", "shapes", "names", "extra", "missing", "select", "None", "grow"],
 )
 def test_many_leaves_and_globs_are_linear(paths: Iterator[str], work: Callable[[str, Any], Any]) -> None:
     """Errors compare leaves of the template with others, and the caller's globs are compared with the leaves."""

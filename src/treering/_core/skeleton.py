@@ -83,12 +83,19 @@ def containers(skeleton: Skeleton) -> Iterator[tuple[int, str, Node | int]]:
             stack += [(join(path, key_text(key), root=root), False) for key in reversed(node.children())]
 
 
-def subtree(skeleton: Skeleton, at: str) -> Skeleton | None:
-    """Returns the part of the skeleton at the path `at`, or None if the skeleton does not have this path."""
-    begin = next((position for position, path, _ in containers(skeleton) if path == at), None)
-    if begin is None:
-        return None
-    return skeleton[begin : subtree_end(skeleton, begin)]
+def positions(skeleton: Skeleton) -> dict[str, int]:
+    """Returns the positions of all nodes by their paths."""
+    return {path: position for position, path, _ in containers(skeleton)}
+
+
+def subtree(skeleton: Skeleton, at: str, known: Mapping[str, int] | None = None) -> Skeleton | None:
+    """Returns the part of the skeleton at the path `at`, or None if the skeleton does not have this path.
+
+    known: the `positions` of the skeleton, for a caller that asks for many parts.
+    """
+    if known is None:
+        known = {path: position for position, path, _ in containers(skeleton) if path == at}
+    return skeleton[known[at] : subtree_end(skeleton, known[at])] if at in known else None
 
 
 def subtree_end(skeleton: Skeleton, begin: int) -> int:
@@ -256,7 +263,9 @@ def rebuild_tree(
     """
     known: dict[str, Node] = {}
     leaves: list[str] = []
-    for _, path, node in containers(skeleton or ()):
+    begins: dict[str, int] = {}
+    for position, path, node in containers(skeleton or ()):
+        begins[path] = position
         if isinstance(node, Node):
             known[path] = node
         else:
@@ -283,12 +292,13 @@ def rebuild_tree(
                 guessed.append(at)
             log_lost_keys(at)
             return found, order
-        was = [key_text(key) for key in node.children()]
+        was, now = [key_text(key) for key in node.children()], set(names)
         places_of = {name: join(origin, name, root=not origin) for name in was}
         bare = [name for name in was if places_of[name] in known and places_of[name] not in with_leaves and keep_empty]
         empty.update({join(at, name, root=not at): places_of[name] for name in bare})
-        left = [name for name in was if name in names or name in bare]
-        new = [name for name in names if name not in was]
+        now.update(bare)
+        left = [name for name in was if name in now]
+        new = [name for name in names if name not in places_of]
         if not new and left == was:
             return node, was
         if not new and node.kind in ("list", "tuple", "positional") and left == was[: len(left)]:
@@ -307,7 +317,7 @@ def rebuild_tree(
         log_lost_keys(at)
         return found, order
 
-    order, found = assemble(sources, describe, lambda path: subtree(skeleton or (), empty[path]) or ())
+    order, found = assemble(sources, describe, lambda path: subtree(skeleton or (), empty[path], begins) or ())
     return order, found, tuple(guessed)
 
 

@@ -8,7 +8,7 @@ template has stays as it is there.
 import collections
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from .._core.leaf_paths import (
     parent_paths,
     relative_to,
 )
-from .._core.skeleton import LEAF, Node, Skeleton, assemble, containers, infer_container, subtree
+from .._core.skeleton import LEAF, Node, Skeleton, assemble, containers, infer_container, positions, subtree
 from .._pytree import flax, walk
 from .._pytree.leaves import is_function
 from ..errors import Difference, UnsupportedError
@@ -98,7 +98,9 @@ class _Growth:
     ):
         self._at = at
         self._skeleton = assemble(entries, infer_container)[1] if skeleton is None else skeleton
-        self._nodes = {path: node for _, path, node in containers(self._skeleton)}
+        self._places = positions(self._skeleton)
+        self._nodes = {path: self._skeleton[position] for path, position in self._places.items()}
+        self._filled = _with_parents(path for path, entry in entries.items() if not is_absent(entry))
         self._entries = entries
         self._globs = find_globs(globs, {*self._nodes, *(path for _, path, _ in containers(flat_tree.skeleton))})
         self.before: dict[str, Any] = {}
@@ -109,6 +111,7 @@ class _Growth:
         inside = inside or self._globs.match(path)
         if not (inside or self._globs.may_match_below(path)):
             return value
+        known = len(self.before)
         level = walk.level_of(value)
         if level is None:
             return self._leaf(value, path) if inside else value
@@ -120,7 +123,8 @@ class _Growth:
         if type(value) in _KINDS and isinstance(node, Node) and level.node and _alike(level.node, node):
             unchanged, new = new, self._container(new, path, node, inside)
             if new is not unchanged:
-                self.before = {at: one for at, one in self.before.items() if relative_to(at, path) is None}
+                while len(self.before) > known:  # The rest is of parts inside this one.
+                    self.before.popitem()
                 self.before[path] = value
         return new
 
@@ -149,7 +153,9 @@ class _Growth:
 
     def _entry(self, path: str, last: Any) -> Any:
         """Returns a new entry of a container, like the last one before it, or else as it was saved."""
-        as_last = walk.level_of(last) and walk.flatten_tree(last).skeleton == subtree(self._skeleton, path)
+        as_last = walk.level_of(last) and walk.flatten_tree(last).skeleton == subtree(
+            self._skeleton, path, self._places
+        )
         return self.visit(last, path, True) if as_last else self._build(path)
 
     def _leaf(self, value: Any, path: str) -> Any:
@@ -164,7 +170,7 @@ class _Growth:
 
     def _made(self, path: str) -> Any:
         """Returns what the checkpoint has where the template has None."""
-        if all(is_absent(entry) for at, entry in self._entries.items() if relative_to(at, path) is not None):
+        if path not in self._filled:
             return None
         count = len(self.problems)
         new = self._build(path)
@@ -224,6 +230,11 @@ def _saved_leaf(entry: Entry) -> Any:
 # Hints
 
 
+def _with_parents(paths: Iterable[str]) -> set[str]:
+    """Returns the paths and those of all containers around them, the root too."""
+    return {at for path in paths for at in (path, *parent_paths(path), "")}
+
+
 def _template_nodes(flat_tree: walk.FlatTree) -> dict[str, Any]:
     """Returns the containers and leaves of a template by path, with None for those in the state of an optimizer."""
     found: dict[str, Any] = {}
@@ -270,11 +281,9 @@ def with_hints(
         # The checkpoint lacks something as well, or has more states of an optimizer: parts were renamed or removed.
         places = [place if place in nodes else None for place in places]
     named = tuple(dict.fromkeys(place for place in places if place is not None))
-    refused = [one.path for one in grown(named).problems] if named else []
+    refused = _with_parents(one.path for one in grown(named).problems) if named else set[str]()
     hints = {
-        place: _alone(place, at)
-        if any(relative_to(path, place) is not None for path in refused)
-        else f"grow=[{place!r}] keeps what grows during training"
+        place: _alone(place, at) if place in refused else f"grow=[{place!r}] keeps what grows during training"
         for place in named
     }
     return [

@@ -43,8 +43,12 @@ def is_level(old: str, new: str) -> bool:
 
 def common_prefix(a: str, b: str) -> str:
     """Returns the beginning that two paths have in common, up to the end of a name."""
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-    return a[: max((found.end() for found in _BOUNDARY.finditer(a[:same])), default=0)]
+    end = 0
+    for found in _BOUNDARY.finditer(a):
+        if not b.startswith(a[: found.end()]):
+            break
+        end = found.end()
+    return a[:end]
 
 
 def lead(a: str, b: str) -> int:
