@@ -329,6 +329,9 @@ def test_no_option_is_ignored_silently(tmp_path: Path, caplog: pytest.LogCapture
     assert "pathways" not in caplog.text and "scoped" not in caplog.text
     with pytest.raises(TypeError, match="expected one of"):
         ocp.Context(arrays_options=None)
+    for name, problem in (("file_options", "one by one"), ("file", "one by one"), ("fiel", "expected one of .*file")):
+        with pytest.raises(AttributeError, match=problem):
+            setattr(ocp.Context(), name, 1)
     with pytest.raises(MismatchError, match="write="):
         ocp.Context(write="zarr")
 

@@ -52,6 +52,11 @@ _REFUSED = {
 }
 
 
+def _kind_of(name: str) -> str:
+    """Returns the name of an attribute that had another name before, such as `array_options`."""
+    return "asynchronous" if name == "async_options" else name.removesuffix("_options")
+
+
 class Context:
     """Holds the options of saves and loads. They apply within `with context:`.
 
@@ -100,15 +105,17 @@ class Context:
         format_options(self.write, several=False)  # An unknown format fails here.
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _KINDS:
+        if _kind_of(name) in _KINDS:
             raise AttributeError(f"{name}: expected its options to be set one by one, found an assignment")
+        if name not in ("checkpoint_layout", "write"):
+            known = ", ".join([*_KINDS, "checkpoint_layout", "write"])
+            raise AttributeError(f"{name}: expected one of the options {known}")
         if id(self) in options.frozen.get():
             raise RuntimeError(f"{name}: expected options to be set before `with context:`, found a context in use")
         self.__dict__[name] = _layout(value) if name == "checkpoint_layout" else value
 
     def __getattr__(self, name: str) -> Any:
-        # The attributes had other names before, such as `array_options`.
-        kind = "asynchronous" if name == "async_options" else name.removesuffix("_options")
+        kind = _kind_of(name)
         if kind == name or kind not in _KINDS or kind not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self.__dict__[kind]
