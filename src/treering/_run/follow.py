@@ -67,9 +67,10 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
     waiting_since = time.monotonic()
     with reading(run):
         listed = store.list(run)
-        if not listed:
-            _log.warning("%s: there is nothing yet; waits for the first step", run)
-        elif not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
+        if not listed and timeout != 0:
+            meant = new_run.suggest_path(store, run)
+            _log.warning("%s: there is nothing yet; waits for the first step%s", run, meant)
+        elif listed and not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
             _log.warning("%s: waits for the first step%s", run, meant)
     for poll in itertools.count():
         with reading(run):

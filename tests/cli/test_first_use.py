@@ -1,0 +1,64 @@
+"""Typical mistakes of the first use of the command: the error says what was probably meant."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treering as tr
+
+
+@pytest.fixture
+def runs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Returns a directory of two runs, in the current directory."""
+    for name in ("gpt", "bert"):
+        with tr.Checkpointer(tmp_path / "runs" / name) as ckpts:
+            for step in (1000, 2000):
+                tree = {"params": {"embed": np.arange(4.0), "layers": [np.ones(2), np.ones(3)]}, "step": step}
+                ckpts.save(step, tree, metrics={"val/loss": 3 - step / 1000})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "du", "verify", "view", "stats", "report", "pull"])
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("runs/gtp", "runs/gpt"),
+        ("run/gpt", "runs/gpt"),
+        ("rums", "runs"),
+        ("runs/gpt/step-2000", "runs/gpt/step-00002000"),
+    ],
+)
+def test_a_misspelt_path_names_the_closest(runs: pathlib.Path, treering: Any, command: str, path: str, meant: str):
+    found = treering(command, path, *(["out"] if command == "pull" else []))
+    assert found.code == 3 and f"; the closest path is {runs.parent / meant}\n" in found.err, found.err
+
+
+def test_nothing_similar_is_not_invented(runs: pathlib.Path, treering: Any) -> None:
+    assert treering("show", "checkpoint-of-a-friend").err.partition("\n")[0].endswith("found nothing")
+
+
+def test_a_path_into_a_checkpoint_names_the_checkpoint(runs: pathlib.Path, treering: Any) -> None:
+    step = runs / "gpt" / "step-00001000"
+    found = treering("show", step / "params" / "embed")
+    assert f"; {step} is a checkpoint, so 'params/embed' can only be a part of it\n" in found.err, found.err
+    with pytest.raises(tr.errors.NotFoundError, match="a part of it; pass at='params/embed'"):
+        tr.open(step / "params" / "embed")
+    assert "a part of it; pass --at 'params/embed'\n" in treering("convert", step / "params" / "embed", "x").err
+
+
+def test_a_file_is_not_called_an_empty_directory(runs: pathlib.Path, treering: Any) -> None:
+    (runs / "notes.txt").write_text("x")
+    for command in ("ls", "view"):
+        assert "expected a run, found a file\n" in treering(command, "runs/notes.txt").err
+    step = runs / "gpt" / "step-00001000"
+    assert f"found a file; it belongs to the checkpoint {step}\n" in treering("ls", step / "treering.json").err
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "show"])
+def test_runs_further_below_are_named(runs: pathlib.Path, treering: Any, command: str) -> None:
+    err = treering(command, ".").err
+    assert f"{runs / 'bert'} (newest step 2000), {runs / 'gpt'} (newest step 2000)" in err, err
+    assert "t5x" not in err
