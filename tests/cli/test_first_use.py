@@ -62,3 +62,23 @@ def test_runs_further_below_are_named(runs: pathlib.Path, treering: Any, command
     err = treering(command, ".").err
     assert f"{runs / 'bert'} (newest step 2000), {runs / 'gpt'} (newest step 2000)" in err, err
     assert "t5x" not in err
+
+
+@pytest.mark.parametrize("ending", [".safetensrs", ".safetensor", ".SafeTensors", ".msgpck"])
+def test_a_misspelt_ending_writes_no_folder(runs: pathlib.Path, treering: Any, ending: str) -> None:
+    found = treering("convert", "runs/gpt", f"model{ending}", "--at", "params")
+    assert found.code == 3 and f"found {ending}; the closest ending is ." in found.err
+    assert [path.name for path in runs.parent.iterdir()] == ["runs"]
+
+
+def test_convert_says_which_format_it_wrote(runs: pathlib.Path, treering: Any) -> None:
+    assert treering("convert", "runs/gpt", "model.v2").out.startswith(f"{runs.parent}/model.v2: treering, ")
+    out = treering("convert", "runs/gpt", "model.safetensors", "--at", "params").out
+    assert out.startswith(f"{runs.parent}/model.safetensors: safetensors, ")
+
+
+def test_what_safetensors_cannot_hold_is_dropped(runs: pathlib.Path, treering: Any) -> None:
+    """Follows the advice of the error: it must be an option of the command."""
+    found = treering("convert", "runs/gpt", "model.safetensors")
+    assert found.code == 3 and "step: int; " in found.err and "--drop step" in found.err, found.err
+    assert treering("convert", "runs/gpt", "model.safetensors", "--drop", "step").code == 0
