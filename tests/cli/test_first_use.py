@@ -82,3 +82,27 @@ def test_what_safetensors_cannot_hold_is_dropped(runs: pathlib.Path, treering: A
     found = treering("convert", "runs/gpt", "model.safetensors")
     assert found.code == 3 and "step: int; " in found.err and "--drop step" in found.err, found.err
     assert treering("convert", "runs/gpt", "model.safetensors", "--drop", "step").code == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("pin runs/gpt best", "'best': expected the number of a step, such as 1000\n"),
+        ("pin runs/gpt step-00001000", "'step-00001000': expected the number of a step, such as 1000, perhaps 1000\n"),
+        ("delete 1000 runs/gpt", "'runs/gpt': expected the number of a step, such as 1000; RUN comes first\n"),
+        ("rewind runs/gpt -- -1", "'-1': expected the number of a step"),
+        ("show runs/gpt 1000", "nothing is at '1000'; there are params, step; --step 1000 chooses a step\n"),
+        ("show params/embed runs/gpt", "found nothing; CHECKPOINT comes first, PATH second\n"),
+        ("show runs/gpt params/layers/*", "; `treering stats` takes globs\n"),
+        ("diff runs/gpt 1000", "1000: expected a checkpoint, found nothing; two steps of A are --steps N M\n"),
+        ("diff runs/gpt 1000 2000", "unexpected extra argument (2000). Steps are --steps N M\n"),
+        ("convert runs/gpt out 1000", "unexpected extra argument (1000). Steps are --step N\n"),
+    ],
+)
+def test_a_step_in_the_wrong_place(runs: pathlib.Path, treering: Any, call: str, said: str) -> None:
+    found = treering(*call.split())
+    assert found.code in (2, 3) and said in found.err, found.err
+
+
+def test_help_has_no_limits_of_steps(treering: Any) -> None:
+    assert "9007199254740992" not in treering("show", "--help").out
