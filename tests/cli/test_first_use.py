@@ -106,3 +106,24 @@ def test_a_step_in_the_wrong_place(runs: pathlib.Path, treering: Any, call: str,
 
 def test_help_has_no_limits_of_steps(treering: Any) -> None:
     assert "9007199254740992" not in treering("show", "--help").out
+
+
+def test_a_run_is_not_copied_among_other_runs(runs: pathlib.Path, treering: Any) -> None:
+    """`cp -r a b` makes `b/a`; steps of `a` in the folder of its sibling would make that a run."""
+    found = treering("cp", "runs/gpt", "runs")
+    assert found.code == 3 and "found a directory of runs: " in found.err and "; name the run in it\n" in found.err
+    assert sorted(path.name for path in runs.iterdir()) == ["bert", "gpt"]
+    assert treering("cp", "runs/gpt", "runs/copy").code == 0
+    assert "directory of runs" in treering("prune", "runs/gpt", "last:1", "--yes", "--to", "runs").err
+
+
+def test_a_file_in_place_of_a_folder(runs: pathlib.Path, treering: Any) -> None:
+    (runs / "notes.txt").write_text("x")
+    for call, said in (
+        ("cp runs/gpt runs/notes.txt", "expected a run, or nothing, found a file"),
+        ("doctor runs/notes.txt", "expected a directory, found a file"),
+    ):
+        assert f"/runs/notes.txt: {said}\n" in treering(*call.split()).err
+    for place in (runs / "notes.txt", runs / "notes.txt" / "run"):
+        with pytest.raises(tr.errors.SaveError, match="expected a directory for the run, found a file there or above"):
+            tr.Checkpointer(place).save(1, {"w": np.ones(2)})
