@@ -127,3 +127,13 @@ def test_a_file_in_place_of_a_folder(runs: pathlib.Path, treering: Any) -> None:
     for place in (runs / "notes.txt", runs / "notes.txt" / "run"):
         with pytest.raises(tr.errors.SaveError, match="expected a directory for the run, found a file there or above"):
             tr.Checkpointer(place).save(1, {"w": np.ones(2)})
+
+
+def test_a_file_of_no_format_is_said_in_a_few_lines(runs: pathlib.Path, treering: Any) -> None:
+    (runs / "notes.txt").write_text("x")
+    out = treering("verify", "runs/notes.txt").out
+    assert out.endswith("notes.txt: of no format that is known here; `treering show` says why\n") and "\\n" not in out
+    err = treering("show", "runs/notes.txt").err
+    assert "safetensors: the first eight" in err and "orbax" not in err  # which has folders only
+    step = runs / "gpt" / "step-00001000"
+    assert f"it belongs to the checkpoint {step}; open that; of no" in treering("show", step / "treering.json").err

@@ -284,20 +284,20 @@ def detect(store: Store, path: str) -> Format:
     Raises `UnsupportedError` if no format accepts the path. It says what the path is, if known, and why each format
     refuses it. Raises `CorruptError` for git-lfs pointers and unreadable files, which may be of any format.
     """
-    reasons: list[tuple[bool, bool, str]] = []
+    reasons: list[tuple[bool, str]] = []
     with reading(path), store.glance(path):  # The formats ask for the same files, so the store caches its answers.
         for format in _all_formats():
             if (reason := format.refuses(store, path)) is None:
                 return format
             endings = (*format.suffixes, *(ending for ending, name in _ONLY_READ.items() if name == format.name))
-            text = f"  {format.name}: {reason}"
-            reasons.append((not path.endswith(endings), reason in ("not a file", "it is a file"), text))
+            if reason not in ("not a file", "it is a file"):
+                reasons.append((not path.endswith(endings), f"  {format.name}: {reason}"))
     for ending in ("", ".index"):  # A path of TensorFlow's format is only a prefix of file names.
         file_io.check_all_fetched(store, path + ending, levels=2)
     what = unknown_files.describe(store, path, lambda inner: is_known(store, inner))
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
-    likely_first = sorted(reasons, key=lambda one: one[:2])  # That of the ending; those of the other kind of path last.
-    raise UnsupportedError("\n".join([head, *(text for *_, text in likely_first)]))
+    likely_first = sorted(reasons, key=lambda one: one[0])  # that of the ending
+    raise UnsupportedError("\n".join([head, *(text for _, text in likely_first)]))
 
 
 def is_known(store: Store, path: str) -> bool:
