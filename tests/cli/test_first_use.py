@@ -137,3 +137,27 @@ def test_a_file_of_no_format_is_said_in_a_few_lines(runs: pathlib.Path, treering
     assert "safetensors: the first eight" in err and "orbax" not in err  # which has folders only
     step = runs / "gpt" / "step-00001000"
     assert f"it belongs to the checkpoint {step}; open that; of no" in treering("show", step / "treering.json").err
+
+
+@pytest.mark.parametrize(
+    ("glob", "said"),
+    [
+        ("params", "; 'params/**' matches params/embed, params/layers/0, params/layers/1\n"),
+        ("layers/*", "; '**/layers/*' matches params/layers/0, params/layers/1\n"),
+        ("layers", "; '**/layers/**' matches params/layers/0, params/layers/1\n"),
+        ("params/embde", "; the closest name is params/embed\n"),
+    ],
+)
+def test_a_glob_that_matches_nothing_names_one_that_does(runs: pathlib.Path, treering: Any, glob: str, said: str):
+    found = treering("stats", "runs/gpt", glob)
+    assert found.code == 3 and said in found.err, found.err
+    with pytest.raises(tr.errors.MismatchError) as caught:
+        tr.restore("runs/gpt", tr.restore("runs/gpt"), missing=[glob])
+    assert f"{caught.value}\n".partition("More")[0].endswith(said)
+
+
+def test_arguments_of_another_type_say_what_was_found(runs: pathlib.Path) -> None:
+    with pytest.raises(tr.errors.MismatchError, match=r"or a list of globs of paths, such as \['head'\]"):
+        tr.restore("runs/gpt", {}, missing="head")
+    with pytest.raises(tr.errors.MismatchError, match=r"expected an integer from 0 to 2\^53, found the type str"):
+        tr.restore("runs/gpt", step="1000")
