@@ -161,3 +161,19 @@ def test_arguments_of_another_type_say_what_was_found(runs: pathlib.Path) -> Non
         tr.restore("runs/gpt", {}, missing="head")
     with pytest.raises(tr.errors.MismatchError, match=r"expected an integer from 0 to 2\^53, found the type str"):
         tr.restore("runs/gpt", step="1000")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("convert runs/gpt x --dtype bf16", "expected a floating-point dtype, such as bfloat16, float16 or float32\n"),
+        ("report runs/gpt page.html", "page.html: expected a run, found the name of a page; --output page.html names"),
+        ("report runs/gpt --leaves embed", "found params/embed, params/layers/0, params/layers/1; '**/embed' matches"),
+        ("pull runs out", "expected a version that can be read, found none; it has runs in it: "),
+        ("pull nothing out", "nothing: expected a version, found nothing\n"),
+    ],
+)
+def test_other_arguments(runs: pathlib.Path, treering: Any, call: str, said: str) -> None:
+    (runs / "page.html").write_text("x")
+    found = treering(*call.split())
+    assert found.code in (2, 3) and said in found.err and "warning" not in found.err, found.err

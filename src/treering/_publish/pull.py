@@ -8,7 +8,7 @@ from .._restore.checkpoint import Checkpoint
 from .._run import new_run
 from .._run.open import open_checkpoint
 from .._save.save import save
-from ..errors import CorruptError, MismatchError, NotFoundError
+from ..errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from .follower import read_versions
 
 _SHARD_BYTES = "5GB"  # as in Hugging Face's libraries
@@ -74,5 +74,5 @@ def _mark_in(target: str) -> object:
     """Returns the metadata of the checkpoint in a directory; None if there is none."""
     try:
         return open_checkpoint(target).metadata
-    except (CorruptError, NotFoundError):
+    except (CorruptError, NotFoundError, UnsupportedError):
         return None
