@@ -232,12 +232,12 @@ def check_run(store: Store, place: str, prefix: str | None = None) -> None:
             meant = new_run.suggest_path(store, place) or new_run.suggest_run(store, place)
             raise NotFoundError(f"{place}: expected a run, found nothing{meant}")
         if formats.is_known(store, place):
-            found = "one checkpoint"
+            found = "expected a run, found one checkpoint"
         elif names:
-            found = "no step in it"
+            found = "expected a run, found no step in it"
         else:
-            found = "an empty directory" if there is None or there.is_folder else "a file"
-    raise NotFoundError(f"{place}: expected a run, found {found}{new_run.suggest_run(store, place)}")
+            found = f"expected a run, found {'an empty directory' if there is None or there.is_folder else 'a file'}"
+    raise NotFoundError(f"{place}: {found}{new_run.suggest_run(store, place)}")
 
 
 def runs_in(store: Store, place: str) -> list[str]:
