@@ -430,7 +430,7 @@ def test_what_is_missing_is_shown_next_to_what_is_there(tmp_path: pathlib.Path, 
     assert "'params/layer0/x'; params/layer0 has kernel\n" in treering("show", tmp_path / "c", "params/layer0/x").err
     assert "closest: params/layer9" in treering("show", tmp_path / "c", "params/layer99").err
     found = treering("stats", tmp_path / "c", "params/*")
-    assert "** matches at any depth: 'params/**'" in found.err and found.code == 3
+    assert "'params/**' matches " in found.err and found.code == 3
     assert treering("stats", tmp_path / "c", "params/**").code == 0
     assert "at any depth" not in treering("stats", tmp_path / "c", "model/*").err
 
@@ -475,7 +475,7 @@ def test_the_best_step_is_taken(best: str, step: int, tmp_path: pathlib.Path, tr
             ckpts.save(number, {"w": np.full(3, number)}, metrics={"loss": loss, "acc": 1 - loss})
     found = treering("show", run, "--best", best, "--json")
     assert found.json["step"] == step and f"step {step}: {best.partition(':')[0]} 0." in found.err
-    assert ("loss:min takes the lowest" in found.err) == (best == "loss")
+    assert ("'loss:min' takes the lowest" in found.err) == (best == "loss")
     assert treering("stats", run, "--best", best, "--json").json["step"] == step
     assert treering("convert", run, tmp_path / "m.safetensors", "--best", best).code == 0
     assert tr.restore(tmp_path / "m.safetensors")["w"][0] == step

@@ -228,7 +228,7 @@ def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path:
         found = page.run(f"(() => {{{DRIVER}}})()")
         look(page)
     assert browser.errors == []
-    assert found["charts"] == ["loss", "<b>", "constructor", "size", "time since the step before"]
+    assert found["charts"] == ["loss", "<b>", "constructor", "size", "time between steps"]
     assert found["readouts"][:3] == ["step 80: nan", "", "step 80: 1"]  # The newest values, finite or not.
     assert len(found["paths"]) == 8 and found["filtered"] == [f"layers/{n}/b" for n in range(3)]
     assert found["detail"][:2] == ["norm", "mean ± deviation"] and found["bars"] > 0 and found["closed"] == 0

@@ -90,6 +90,7 @@ def test_the_closest_name_prefers_the_same_ending() -> None:
         "params/dense1/kernel"
     )
     assert _paths.closest("x", ["entirely/different"]) is None
+    assert _paths.closest("layers/*/kernel", [f"layers/{n}/kernel" for n in range(12)]) == "layers/0/kernel"
 
 
 def test_below() -> None:

@@ -49,7 +49,7 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture
 def ckpt(tmp_path: pathlib.Path) -> tr.Checkpoint:
     tree = {"a": {HOSTILE: np.ones((2, 3)), "n": HOSTILE}, "layers": [{"w": np.ones(4)} for _ in range(3)], "f": len}
-    tr.save(tmp_path / "c", tree, step=3, metrics={HOSTILE: 1.0})
+    tr.save(tmp_path / "c", tree, step=3, metrics={HOSTILE: 2 / 3})
     return tr.open(tmp_path / "c")
 
 
@@ -57,7 +57,8 @@ def test_checkpoints_and_arrays(ckpt: tr.Checkpoint) -> None:
     page = Page(ckpt._repr_html_())
     assert "script" not in page.tags and "<script>" in page.text and "\x1b" not in ckpt._repr_html_()
     assert page.tags.count("details") == 3 and "0…2 ×3" in page.text and "float64[2,3]" in page.text
-    assert "layers/0/w" in page.paths and "step 3" in page.text
+    assert "layers/0/w" in page.paths and "step 3" in page.text and "0.666667" in page.text
+    assert "0.6666666" not in page.text
     array = Page(ckpt["layers/0/w"]._repr_html_())
     assert "float64[4]" in array.text and "32 B" in array.text
     assert "float64[2,3]" in Page(ckpt.at("a")._repr_html_()).text

@@ -65,6 +65,33 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"at": "x", "rules": [tr.rules.cast("**", "bfloat16")]},
         r"rules=[…, tr.rules.rename('^params/', '')]",
     ),
+    "a list with names now": (
+        {"p": [{"w": np.ones(2)}, {"w": np.ones(3)}], "mu": [{"w": np.ones(2)}, {"w": np.ones(3)}]},
+        {
+            "p": {"enc": {"w": np.ones(2)}, "dec": {"w": np.ones(3)}},
+            "mu": {"enc": {"w": np.ones(2)}, "dec": {"w": np.ones(3)}},
+        },
+        {},
+        "p is a list in the checkpoint, a dict in the template: rules=[tr.rules.rename('^mu/0/', 'mu/enc/'), ",
+    ),
+    "names that are a list now": (
+        {"layers": {"z": np.ones(2), "b": np.ones(3)}},
+        {"layers": [np.ones(3), np.ones(2)]},
+        {},
+        "tr.rules.rename('^layers/z$', 'layers/1')",
+    ),
+    "a list with names that count from 1": (
+        layers(2),
+        {"layers": {f"block_{n + 1}": layer for n, layer in enumerate(layers(2)["layers"])}},
+        {},
+        "tr.rules.rename('^layers/1/', 'layers/block_2/')",
+    ),
+    "a tuple with names now": (
+        (params(), ADAM.init(params()), 3),
+        state(ADAM),
+        {},
+        "(root) is a tuple in the checkpoint, a dict in the template: rules=[tr.rules.rename('^0/', 'params/'), ",
+    ),
     "a level less": (layers(3), {"params": layers(3)}, {}, "rules=[tr.rules.rename('^', 'params/')]"),
     "a level of another name": ({"m": layers(3, "blocks")}, {"m": layers(3)}, {}, "'blocks' where the template has"),
     "a level in all layers": (
@@ -615,3 +642,12 @@ def test_leaves_that_all_moved_in_ways_of_their_own(tmp_path: pathlib.Path) -> N
     with pytest.raises(MismatchError) as error:
         tr.restore(tmp_path / "c", like=new)
     assert "rules.rename" not in str(error.value)
+
+
+def test_items_of_lists_that_are_alike_are_not_guessed(tmp_path: pathlib.Path) -> None:
+    """No rule is right for sure, and the template's own values in their place would be wrong."""
+    tr.save(tmp_path / "x", {"layers": [np.ones(3), np.zeros(3)], "step": 1})
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "x", {"layers": {"first": np.ones(3), "second": np.ones(3)}, "step": 1})
+    (line,) = lines_of(caught.value)
+    assert line.endswith("in the template; use the same in the template, or rename each item by a rule")

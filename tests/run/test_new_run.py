@@ -361,7 +361,7 @@ def test_the_highest_loss_is_taken_with_a_warning(
     assert tr.open(tmp_path / "run", best=f"{metric}:max").step == 1
     assert tr.open(tmp_path / "run", best="accuracy").step == 2 and not caplog.records
     assert tr.open(tmp_path / "run", best=metric).step == 1
-    assert f"takes the highest; {metric}:min takes the lowest" in caplog.text
+    assert f"takes the highest value; '{metric}:min' takes the lowest" in caplog.text
     assert tr.open(tmp_path / "run", best=f"{metric}:min").step == 2  # as it advises
     with pytest.raises(MismatchError, match=r"found .*accuracy.*; a name may end with :min or :max"):
         tr.open(tmp_path / "run", best="accuracy:mx")

@@ -440,7 +440,12 @@ LEFT = {
     ),
     "f(ocp.CheckpointManager(d))": (2, "ocp.CheckpointManager stays with treering.orbax: it is passed on"),
     "a.b = ocp.CheckpointManager(d)": (2, "ocp.CheckpointManager stays with treering.orbax: a.b = ocp.Ch"),
-    "def f(m): m.save(1, S(x))": (2, "ocp.args.StandardSave stays with treering.orbax: nothing in this file"),
+    "def f(m): m.save(1, S(x))": (2, "ocp.args.StandardSave stays with treering.orbax: the manager or check"),
+    "a = ocp.utils.to_shape_dtype_struct(x)": (
+        2,
+        "ocp.utils.to_shape_dtype_struct stays with treering.orbax: Treering also takes the state itself",
+    ),
+    "a = ocp.utils.checkpoint_steps(d)": (2, "ocp.utils.checkpoint_steps stays with treering.orbax: nothing in this"),
     "def f(m=None): m.save(1)\nm = ocp.CheckpointManager(d)\nf(m)": (2, "m stays with treering.orbax: m has a default"),
     "def f(m): m.close()\nm = ocp.CheckpointManager(d)\nf(m)\nf(1)": (5, "m stays with treering.orbax: f is also used"),
     "c = ocp.StandardCheckpointer()\ndef f(c): c.save(p, x)\nf(c)": (3, "c stays with treering.orbax: it is passed"),

@@ -37,7 +37,7 @@ function timeline() {
   charts.push(chart("size", good.map((row) => [row.step, row.nbytes]), { format: bytes, zero: true }));
   const gaps = good.slice(1).map((row, n) => [row.step, row.created - good[n].created])
     .filter((p, n) => good[n].created && good[n + 1].created);
-  if (gaps.length) charts.push(chart("time since the step before", gaps, { format: duration, zero: true }));
+  if (gaps.length) charts.push(chart("time between steps", gaps, { format: duration, zero: true }));
   const columns = [
     { title: "step", value: (row) => row.step, cell: (row) => String(row.step) },
     { title: "saved", value: (row) => row.created, cell: (row) => when(row.created) },
@@ -148,9 +148,9 @@ function comparison() {
     const columns = [path,
       { title: "norm before", value: (leaf) => leaf.norm[a.value], cell: (leaf) => number(leaf.norm[a.value]) },
       { title: "norm after", value: (leaf) => leaf.norm[b.value], cell: (leaf) => number(leaf.norm[b.value]) },
-      { title: "change", value: (leaf) => (relative(leaf) === null ? null : Math.abs(relative(leaf))), cell: (leaf) => percent(relative(leaf)) },
-      { title: "of the mean", value: (leaf) => change(leaf, "mean"), cell: (leaf) => number(change(leaf, "mean")) },
-      { title: "of the deviation", value: (leaf) => change(leaf, "std"), cell: (leaf) => number(change(leaf, "std")) },
+      { title: "change of the norm", value: (leaf) => (relative(leaf) === null ? null : Math.abs(relative(leaf))), cell: (leaf) => percent(relative(leaf)) },
+      { title: "change of the mean", value: (leaf) => change(leaf, "mean"), cell: (leaf) => number(change(leaf, "mean")) },
+      { title: "change of the deviation", value: (leaf) => change(leaf, "std"), cell: (leaf) => number(change(leaf, "std")) },
     ];
     const shown = table(columns, data.leaves, { name: "compared", sort: 3, down: true });
     for (const select of [a, b]) select.addEventListener("change", () => shown.show(data.leaves));
@@ -158,16 +158,19 @@ function comparison() {
   }
   const found = data.diff;
   if (found) {
+    const kinds = new Map(data.leaves.map((leaf) => [leaf.path, leaf.what]));
+    const what = (row) => (row.share === undefined ? row.what : kinds.get(row.path) ?? row.what); // The other columns have the rest.
     const columns = [path,
-      { title: "what", value: (row) => row.what, class: () => "path", cell: (row) => row.what },
+      { title: "what", value: what, class: () => "path", cell: what },
       { title: "values that differ", value: (row) => (row.share === undefined ? null : row.share), cell: (row) => percent(row.share) },
       { title: "largest", value: (row) => row.largest ?? null, cell: (row) => number(row.largest) },
       { title: "relative", value: (row) => row.relative ?? null, cell: (row) => number(row.relative) },
       { title: "cosine", value: (row) => row.cosine ?? null, cell: (row) => number(row.cosine) },
     ];
     parts.push(el("h2", {}, `Value by value: step ${found.a} and step ${found.b}`),
-      el("p", { id: "diff-summary" }, `Of the leaves ${found.equal.toLocaleString("en")} are equal, ${found.differing.toLocaleString("en")} differ, `
-        + `${found.onlyA.length} are only in ${found.a}, ${found.onlyB.length} only in ${found.b}.`),
+      el("p", { id: "diff-summary" }, [`Of the leaves ${found.equal.toLocaleString("en")} are equal, ${found.differing.toLocaleString("en")} differ`,
+        ...[["onlyA", found.a], ["onlyB", found.b]].filter(([side]) => found[side].length)
+          .map(([side, step]) => `${found[side].length} are only in ${step}`)].join(", ") + "."),
       ...[["onlyA", found.a], ["onlyB", found.b]].filter(([side]) => found[side].length).map(([side, step]) =>
         el("details", {}, el("summary", {}, `only in ${step}`), found[side].slice(0, MAX_LISTED).map((one) => el("p", { class: "path" }, one)))));
     if (found.changed.length) parts.push(table(columns, found.changed, { name: "changed", sort: 4, down: true }).node);

@@ -44,7 +44,7 @@ export function diffView(a, b, close) {
     const left = comparable.filter((row) => !row.found && !row.error).length;
     if (left) parts.push(`${left.toLocaleString("en")} not read`);
     if (rows.some((row) => row.error)) parts.push(`${count((row) => row.error)} that cannot be read`);
-    summary.textContent = `${parts.join(", ")}.`;
+    summary.textContent = `${parts.filter((part) => !part.startsWith("0 ")).join(", ")}.`;
     shown.show(hidden ? rows.filter((row) => !row.found || row.found.differing) : rows);
   }
 

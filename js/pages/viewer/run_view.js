@@ -45,7 +45,7 @@ export function runView() {
     const gaps = sorted.slice(1).map((row, n) => [row.step, row.created - sorted[n].created]);
     charts.replaceChildren(...names.map((name) => chart(printable(name), metricPoints(sorted, name))),
       ...(sorted.length ? [chart("size", sorted.map((row) => [row.step, row.nbytes]), { format: bytes, zero: true })] : []),
-      ...(gaps.length ? [chart("time since the step before", gaps, { format: duration, zero: true })] : []));
+      ...(gaps.length ? [chart("time between steps", gaps, { format: duration, zero: true })] : []));
     const columns = [{ title: "step", value: (row) => row.step, cell: (row) => String(row.step) },
       { title: "saved", value: (row) => row.created, cell: (row) => when(row.created) },
       { title: "size", value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },

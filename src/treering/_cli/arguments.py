@@ -1,6 +1,7 @@
 """Parses the arguments of the command line: sizes, times, subsets, steps, policies and renames."""
 
 import datetime
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ MAX_EXPANSION = click.option(
     show_default=True,
     help="Refuse arrays (above 64 MiB) of more than this many times the stored bytes; inf lifts the limit.",
 )
-STEP = click.IntRange(0, MAX_EXACT_INT)
 PREFIX = click.option(
     "--prefix", metavar="TEXT", help="The beginning of the names of a run's steps; by default found from its steps."
 )
@@ -99,6 +99,25 @@ class RenameOption(click.ParamType):
         except re.error as error:
             raise click.BadParameter(f"{pattern!r} is not a regular expression: {error}", ctx, param) from None
         return pattern, new
+
+
+class StepNumber(click.ParamType):
+    """The number of a step: ``1000``."""
+
+    name = "step"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        if value.isascii() and value.isdecimal() and (number := int(value)) <= MAX_EXACT_INT:
+            return number
+        hint = "; RUN comes first" if os.path.exists(value) else ""
+        if hint == "" and (digits := re.search("([0-9]{1,16})/?$", value)):
+            hint = f", perhaps {int(digits[1])}"
+        raise click.BadParameter(f"{value!r}: expected the number of a step, such as 1000{hint}", ctx, param)
+
+
+STEP = StepNumber()
 
 
 class Subset(click.ParamType):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,6 +10,7 @@ import click
 from .._core.units import count, nbytes, number
 from .._core.units import sharding as sharding_text
 from .._printable import safe
+from ..errors import NotFoundError
 from .arguments import BEST, PREFIX, STEP, FormatName
 from .leaf_text import describe_node
 from .listing import chosen_step
@@ -68,11 +70,15 @@ def show(
     PATH selects a leaf, with its values, statistics and a histogram, or a subtree. Layers that are alike share a line,
     such as layers/0…23.
     """
-    ckpt = _open(checkpoint, prefix, step, format, best)
-    if path and path in ckpt:
-        _show_leaf(ckpt, path, json_)
-        return
-    ckpt = ckpt.at(path)
+    try:
+        ckpt = _open(checkpoint, prefix, step, format, best)
+        if path and path in ckpt:
+            _show_leaf(ckpt, path, json_)
+            return
+        ckpt = ckpt.at(path)
+    except NotFoundError as error:
+        error.args = (f"{error}{_meant(checkpoint, path)}",)
+        raise
     if json_:
         say_json(
             {
@@ -99,6 +105,15 @@ def show(
         name = f"{'  ' * level}{_name(node)}"
         what = describe_node(ckpt, node, roles)
         say(truncate(f"{name:{column}}  {what}".rstrip(), columns))
+
+
+def _meant(checkpoint: str, path: str) -> str:
+    """Returns the end of a message that says what was probably meant by a path that does not exist."""
+    if path and os.path.exists(path) and not os.path.exists(checkpoint):
+        return "; CHECKPOINT comes first, PATH second"
+    if path.isdecimal():
+        return f"; --step {path} chooses a step"
+    return "; `treering stats` takes globs" if "*" in path else ""
 
 
 def _checkpoint_fields(ckpt: "Checkpoint") -> dict[str, Any]:
@@ -220,6 +235,8 @@ def diff(
         raise click.UsageError("expected two checkpoints, or --steps N M or --best METRIC of one run")
     if steps and best:
         raise click.UsageError("expected --steps or --best, found both")
+    if b is not None and b.isdecimal() and not os.path.exists(b):
+        raise click.UsageError(f"{b}: expected a checkpoint, found nothing; two steps of A are --steps N M")
     first, second = steps or (chosen_step(a, None, best, prefix), chosen_step(b, None, best, prefix) if b else None)
     found = compare(_open(a, prefix, first), _open(b or a, prefix, second))
     if json_:

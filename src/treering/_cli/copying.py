@@ -72,8 +72,8 @@ def convert(
     With --format orbax, all steps of a run become the directory of a CheckpointManager; the exit code is 1 if damaged
     ones are left behind. Rules are applied in the order drop, rename. It refuses a TARGET in a run that a job writes.
     """
+    from .. import formats, stores
     from .. import rules as r
-    from .. import stores
     from .._run import external_writes
     from .._run.open import open_prefixed
     from .._save.target import SaveOptions
@@ -128,7 +128,8 @@ def convert(
     if json_:
         say_json({"path": report.path, "nbytes": report.nbytes, "seconds": report.seconds, "dry_run": False})
     else:
-        say(f"{safe(report.path)}: {nbytes(report.nbytes)} in {report.seconds:.1f} s")
+        written = formats.for_path(report.path, format).name
+        say(f"{safe(report.path)}: {written}, {nbytes(report.nbytes)} in {report.seconds:.1f} s")
     return 0
 
 

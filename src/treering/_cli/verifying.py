@@ -155,7 +155,8 @@ def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
         what = problem.what.replace(f"{checked.path}/", "").removeprefix(f"{problem.file}: ")
         say(f"  {safe(problem._replace(what=what))}")
     for error in (*checked.unsupported, *checked.closed):
-        say(f"  cannot be checked: {safe(str(error).replace(f'{checked.path}/', ''))}")
+        what, listed, _ = str(error).replace(f"{checked.path}/", "").partition(":\n")  # reasons, one for each format
+        say(f"  cannot be checked: {safe(what)}{'; `treering show` says why' if listed else ''}")
     for step in checked.deleted:
         say(f"  deleted meanwhile: {safe(step)}")
     for archived in checked.archived:

@@ -52,6 +52,11 @@ def rename_code(old: str, new: str) -> str:
     return f"tr.rules.rename({', '.join(map(repr, values))})"
 
 
+def drop_code(path: str) -> str:
+    """Returns the advice to leave one leaf out, with the rule as the user would write it."""
+    return "drop it by a rule" + (f": tr.rules.drop({path!r})" if path else "")
+
+
 def reshape_hint(path: str, found: tuple[int, ...], wanted: tuple[int, ...], *, has_value: bool) -> str:
     """Returns the hint for an array of shape `found` where the template has the shape `wanted`.
 

@@ -124,7 +124,9 @@ def requested_dtype(dtype: Any) -> "np.dtype[Any]":
     try:
         found = np.dtype(dtype)
     except TypeError:
-        raise MismatchError(f"dtype={dtype!r}: expected a floating-point dtype") from None
+        raise MismatchError(
+            f"dtype={dtype!r}: expected a floating-point dtype, such as bfloat16, float16 or float32"
+        ) from None
     if not is_float(found):
         raise UnsupportedError(f"dtype={found}: expected a floating-point dtype, because only such leaves are cast")
     return found

@@ -197,7 +197,11 @@ def metric_and_mode(best: str) -> tuple[str, Literal["min", "max"]]:
         metric, colon, mode = best.rpartition(":")  # a metric may have colons
         found = metric if colon and mode in ("min", "max") else best
         if found is best and _LOWER_IS_BETTER.search(best):
-            _log.warning("best=%.100r takes the highest; %.100s:min takes the lowest, and :max says this", best, best)
+            _log.warning(
+                "best=%.100r takes the highest value; '%.100s:min' takes the lowest, '%.100s:max' the highest without "
+                "this warning",
+                *(best, best, best),
+            )
         if found:
             return found, "min" if colon and mode == "min" else "max"
     raise MismatchError(f"best={best!r:.100}: expected METRIC, METRIC:min or METRIC:max, as text")
@@ -213,7 +217,8 @@ def step_number(step: Any) -> int:
     except TypeError:
         number = -1
     if isinstance(step, bool) or not 0 <= number <= MAX_EXACT_INT:
-        raise MismatchError(f"step={short(step)}: expected an integer from 0 to 2^53")
+        found = "" if isinstance(step, int) else f", found the type {type(step).__name__}"
+        raise MismatchError(f"step={short(step)}: expected an integer from 0 to 2^53{found}")
     return number
 
 

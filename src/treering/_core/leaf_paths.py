@@ -227,8 +227,20 @@ def closest(path: str, names: Sequence[str]) -> str | None:
     ends: dict[str, str] = {}
     for name in pool:
         ends.setdefault(name[-_COMPARED_CHARACTERS:], name)
-    found = difflib.get_close_matches(path[-_COMPARED_CHARACTERS:], ends, n=1, cutoff=0.5)
-    return ends[found[0]] if found else None
+    end = path[-_COMPARED_CHARACTERS:]
+    found = difflib.get_close_matches(end, ends, n=max(len(ends), 1), cutoff=0.5)
+    known = set(found)
+    likeness = {one: difflib.SequenceMatcher(None, one, end).ratio() for one in ends if one in known}
+    return ends[max(likeness, key=likeness.__getitem__)] if found else None  # the first of those that are equally close
+
+
+def glob_hint(glob: str, paths: Collection[str]) -> str:
+    """Returns the end of a message about a glob that matches nothing: a glob that does, or else the closest name."""
+    for meant in (f"{glob}*" if glob.endswith("/*") else f"{glob}/**", f"**/{glob}", f"**/{glob}/**"):
+        if found := tuple(path for path in paths if matches(path, meant)):
+            return f"; {meant!r} matches {join_names(found, 3)}"
+    similar = closest(glob, list(paths))
+    return f"; the closest name is {safe(similar)}" if similar else ""
 
 
 def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str:

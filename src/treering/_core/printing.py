@@ -31,7 +31,8 @@ _BELOW, _MIDDLE, _ABOVE, _ODD = (33, 102, 172), (240, 238, 232), (178, 60, 43), 
 _STYLE = (
     "<style>.treering{font-family:monospace;font-size:90%}.treering details,.treering .leaf{margin-left:1.2em}"
     ".treering summary{cursor:pointer;margin-left:-1.1em}.treering .path{cursor:copy;font-weight:bold}"
-    ".treering .what{opacity:.7;margin-left:1em}.treering td,.treering th{text-align:left;padding:0 1em 0 0}</style>"
+    ".treering .what{opacity:.7;margin-left:1em}.treering td,.treering th{text-align:left;padding:0 1em 0 0;"
+    "white-space:nowrap}</style>"
 )
 _COPY = 'onclick="event.preventDefault();navigator.clipboard.writeText(this.title)"'
 
@@ -138,7 +139,7 @@ def checkpoint_page(source: Source) -> str:
     saved = "" if source.created is None else f"saved {source.created:%Y-%m-%d %H:%M:%S} UTC"
     leaves = count(len(source.entries), "leaf", "leaves")
     head = line(source.format, step, leaves, nbytes(_size(source)), saved)
-    metrics = table(source.metrics) if source.metrics else ""
+    metrics = table({name: number(value, 6) for name, value in source.metrics.items()}) if source.metrics else ""
     return page(source_name(source), head, metrics, tree(source.entries, what))
 
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 from .. import stores
 from .._restore.checkpoint import Checkpoint
+from .._run import new_run
 from .._run.open import open_checkpoint
 from .._save.save import save
-from ..errors import CorruptError, MismatchError, NotFoundError
+from ..errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from .follower import read_versions
 
 _SHARD_BYTES = "5GB"  # as in Hugging Face's libraries
@@ -50,8 +51,12 @@ def pull(
         if not watch:
             return
     if found is None:
-        is_there = stores.get(root).list(root)
-        raise NotFoundError(f"{root}: expected a version that can be read, found {'none' if is_there else 'nothing'}")
+        store = stores.get(root)
+        if not store.list(root):
+            raise NotFoundError(f"{root}: expected a version, found nothing{new_run.suggest_path(store, root)}")
+        raise NotFoundError(
+            f"{root}: expected a version that can be read, found none{new_run.suggest_run(store, root)}"
+        )
 
 
 def _written(root: str, target: str, ckpt: Checkpoint) -> tuple[int, bool]:
@@ -73,5 +78,5 @@ def _mark_in(target: str) -> object:
     """Returns the metadata of the checkpoint in a directory; None if there is none."""
     try:
         return open_checkpoint(target).metadata
-    except (CorruptError, NotFoundError):
+    except (CorruptError, NotFoundError, UnsupportedError):
         return None

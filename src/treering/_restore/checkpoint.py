@@ -15,7 +15,7 @@ from .._core import dtypes, expansion
 from .._core import skeleton as _skeleton
 from .._core.entries import Entry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
 from .._core.lazy import LazyArray
-from .._core.leaf_paths import Globs, closest, find_globs, find_path, join_names, matches, relative_to
+from .._core.leaf_paths import Globs, closest, find_globs, find_path, glob_hint, join_names, relative_to
 from .._core.source import Source, check_not_left_out, full_source, subtree_of, subtree_path
 from .._core.tracebacks import hide_internal_frames_of_methods
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
@@ -212,11 +212,9 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             if one not in entries and not any(glob_fits(path, entry, Globs((one,))) for path, entry in entries.items())
         ]
         if idle or not entries:
-            similar = closest(idle[0], list(self._source.entries)) if idle else None
-            shown = join_names(tuple(self._source.entries)) + (f"; the closest name is {similar}" if similar else "")
-            problem = f"{self.path}: none of {len(self)} leaves fits {join_names(tuple(idle))!r}, found {shown}"
-            deep = [f"{one}*" for one in idle if one.endswith("/*") and any(matches(n, f"{one}*") for n in self)]
-            problem += f"; ** matches at any depth: {join_names(tuple(deep))!r}" if deep else ""
+            names = tuple(self._source.entries)
+            problem = f"{self.path}: none of {len(self)} leaves fits {join_names(tuple(idle))!r}, found "
+            problem += join_names(names) + (glob_hint(idle[0], names) if idle else "")
             if not entries:
                 raise NotFoundError(problem)
             _log.warning("%s", problem)

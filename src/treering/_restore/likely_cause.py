@@ -27,7 +27,7 @@ from .optimizer_states import States
 from .path_likeness import is_average, is_renumbered, without_numbers
 from .policy import Policy
 from .quantized_hints import Attempt, Mixture
-from .rename_hints import rename_suggestions
+from .rename_hints import list_places, list_suggestions, list_text, rename_suggestions
 from .suggestion import RuleCall, Suggestion, is_plain
 
 _MAX_LEFT_FRACTION = 0.1  # of the differences; a suggestion that leaves more is not made
@@ -94,7 +94,7 @@ def suggest_fix(
     if mixture.differs:
         return _of_mixture(search, mixture, attempt, [{group.path} for group in groups])
     best = _best(search, entries, skeleton, differences, [{*group.members.values()} for group in groups])
-    return "" if best is None else ": ".join(best)
+    return "" if best is None else ": ".join(filter(None, best))
 
 
 def _too_deep(wanted: Iterable[str], entries: Iterable[str], at: str) -> str:
@@ -180,12 +180,14 @@ def _best(
     levels = _level_suggestions(flat_tree, entries, policy)
     alone = list(_find_own_subtree(flat_tree, entries, differences))
     renames = list(rename_suggestions(flat_tree, entries, skeleton, policy, reordered=reordered))
+    lists = list_places(flat_tree, skeleton)
     kinds: list[tuple[FlatTree, Iterable[Suggestion]]] = [
         (flat_tree, _wider(differences, policy)),
         (flat_tree, grown_parts.suggestions(flat_tree, entries)),
         (flat_tree, levels),
         (flat_tree, alone),
         (flat_tree, renames),
+        (flat_tree, list_suggestions(flat_tree, entries, lists)),
     ]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat_tree.leaves):
         kinds += [(_with_placeholders(flat_tree), alone), (_with_placeholders(flat_tree), renames)]
@@ -197,9 +199,12 @@ def _best(
             fixes_all = not left or causes is levels
             if left <= most * _MAX_LEFT_FRACTION:
                 found[_Score(-kept if fixes_all else 0, kind, left, n)] = like, cause
-    if not found:
+    best = min(found, default=None)
+    # Without rules that name each item, another cause would leave out what only has another name.
+    if lists and (best is None or found[best][1].missing or found[best][1].extra):
+        return f"{list_text(lists)}; use the same in the template, or rename each item by a rule", ""
+    if best is None:
         return None
-    best = min(found)
     like, cause = found[best]
     rest = f", which leaves {best.left:,} of the {most:,}" if best.left else ""
     outside = tuple(repr(path) for path in held if cause.at and relative_to(path, cause.at) is None)

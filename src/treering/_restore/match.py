@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .._core import dtypes
 from .._core.describe import FUNCTION, NONE, NOTHING, describe_entry, mismatch_error
 from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_readable, is_absent
-from .._core.leaf_paths import closest, join_names, matches, parent_paths, relative_to
+from .._core.leaf_paths import closest, glob_hint, join_names, matches, parent_paths, relative_to
 from .._core.quantized_layouts import SMALL_DTYPES
 from .._core.skeleton import Skeleton
 from .._pytree import variable_levels
@@ -191,6 +191,7 @@ def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
             shown = join_names(tuple(paths))
             raise MismatchError(
                 f"missing=[{glob!r}]: expected a glob that matches a leaf of the template, found no match in {shown}"
+                f"{glob_hint(glob, paths)}"
             )
 
 

@@ -31,7 +31,10 @@ class Policy:
         for name, value, keyword in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
             globs = globs_of(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
             if value not in ("error", keyword) if globs is None else not all(isinstance(glob, str) for glob in globs):
-                raise MismatchError(f"{name}={value!r}: expected 'error', {keyword!r} or a list of globs of paths")
+                such = f", such as [{value!r}]" if isinstance(value, str) else ""
+                raise MismatchError(
+                    f"{name}={value!r}: expected 'error', {keyword!r} or a list of globs of paths{such}"
+                )
             if globs is not None:
                 object.__setattr__(self, name, globs)  # An iterator could be read only once.
         grown = tuple(self.grow) if isinstance(self.grow, Iterable) and not isinstance(self.grow, str) else (None,)

@@ -5,10 +5,11 @@ The rules rename and copy these leaves. The suggestion also says what to do with
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from .._core.entries import Entry, is_absent
-from .._core.leaf_paths import parent_paths, relative_to
-from .._core.skeleton import Skeleton
+from .._core.leaf_paths import join, key_text, parent_paths, relative_to
+from .._core.skeleton import Node, Skeleton, containers
 from .._pytree import variable_levels
 from .._pytree.walk import FlatTree
 from .._rules.base import Leaves
@@ -21,6 +22,8 @@ from .suggestion import RuleCall, Suggestion, apply_calls, is_plain
 _MAX_CALLS = 16  # rules; a longer list would not be read
 _MAX_GLOBS = 12
 _T5_NAMES = re.compile(r"(encoder|decoder|transformer)/block_\d+/layer_\d+/")
+_LISTS = ("list", "tuple")  # kinds of containers whose items have only numbers
+_NAMED = ("dict", "object")  # kinds of containers whose items have names; those of optimizers are named tuples
 _TEMPORARY = "moved:"  # before new paths, while other leaves still have these paths
 
 
@@ -43,6 +46,67 @@ def rename_suggestions(
                 boxes={},
             )
             yield from _rename_suggestions(there, flat_tree, entries, skeleton, policy, reordered)
+
+
+def list_places(flat_tree: FlatTree, skeleton: Skeleton | None) -> dict[str, tuple[Node, Node]]:
+    """Returns the nodes of checkpoint and template where one is a list and the other names as many children."""
+    known = {path: node for _, path, node in containers(skeleton or ()) if isinstance(node, Node)}
+    return {
+        path: (known[path], node)
+        for _, path, node in containers(flat_tree.skeleton)
+        if isinstance(node, Node)
+        and path in known
+        and known[path].count() == node.count() > 0
+        and {known[path].kind, node.kind} & set(_LISTS)
+        and {known[path].kind, node.kind} & set(_NAMED)
+    }
+
+
+def list_text(places: Mapping[str, tuple[Node, Node]]) -> str:
+    """Returns a text that says which side has a list."""
+    place, nodes = min(places.items(), key=lambda one: len(one[0]))
+    kinds = ["an object" if node.kind == "object" else f"a {node.kind}" for node in nodes]
+    return f"{place or '(root)'} is {kinds[0]} in the checkpoint, {kinds[1]} in the template"
+
+
+def list_suggestions(
+    flat_tree: FlatTree, entries: Mapping[str, Entry], places: Mapping[str, tuple[Node, Node]]
+) -> Iterator[Suggestion]:
+    """Yields rules that name the items of lists, or number those of dicts, if it is clear which item is which."""
+    if not places or not all(is_plain(path, entries) for path in entries):
+        return
+    leaves = dict(zip(flat_tree.paths, flat_tree.leaves, strict=True))
+    moves: dict[str, str] = {}
+    for place, (old, new) in places.items():
+        olds, news = ([join(place, key_text(key), root=not place) for key in node.children()] for node in (old, new))
+        pairs = _pairs({path: _shapes(entries, path) for path in olds}, {path: _shapes(leaves, path) for path in news})
+        for old_path, new_path in pairs:
+            inside = (path for path in entries if relative_to(path, old_path) is not None)
+            moves |= {path: f"{new_path}{path[len(old_path) :]}" for path in inside}
+    changes = renames(moves, entries, [path for path in entries if path not in moves], set(leaves), _MAX_CALLS)
+    if changes:
+        calls = tuple(RuleCall.of("rename", pattern, new) for pattern, new in ordered(changes))
+        yield Suggestion(list_text(places), rules=calls)
+
+
+def _shapes(leaves: Mapping[str, Any], place: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the relative path and shape of each leaf in a container."""
+    inside = ((relative_to(path, place), getattr(leaf, "shape", ())) for path, leaf in leaves.items())
+    return sorted((path, tuple(shape)) for path, shape in inside if path is not None)
+
+
+def _pairs(olds: Mapping[str, Any], news: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns which item becomes which: by the numbers in their names, or by shapes that only one item has."""
+    numbered = [
+        sorted((int(number[-1]), path) for path in side if (number := re.findall("[0-9]+", path.rpartition("/")[2])))
+        for side in (olds, news)
+    ]
+    if len(numbered[0]) == len(numbered[1]) == len(olds):
+        pairs = [(old, new) for (_, old), (_, new) in zip(*numbered, strict=True)]
+    else:
+        pairs = [(old, new) for old, shapes in olds.items() for new, wanted in news.items() if shapes == wanted]
+    is_clear = len(pairs) == len(olds) and all(olds[old] == news[new] for old, new in pairs)
+    return pairs if is_clear and len(dict(pairs)) == len({new for _, new in pairs}) == len(olds) else []
 
 
 def _rename_suggestions(

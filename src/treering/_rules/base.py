@@ -185,7 +185,7 @@ def dtype_text(dtype: Any, text: str) -> str:
     except UnsupportedError as error:
         raise MismatchError(f"{text}: {error}") from None
     except TypeError:
-        raise MismatchError(f"{text}: expected a dtype, found {dtype!r}") from None
+        raise MismatchError(f"{text}: expected a dtype, such as bfloat16 or int8, found {dtype!r}") from None
 
 
 def require_texts(given: Any, text: str) -> tuple[str, ...]:

@@ -66,10 +66,10 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
     yielded: dict[int, object] = {}
     waiting_since = time.monotonic()
     with reading(run):
-        listed = store.list(run)
-        if not listed:
-            _log.warning("%s: there is nothing yet; waits for the first step", run)
-        elif not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
+        if timeout != 0 and not store.list(run):
+            meant = new_run.suggest_path(store, run)
+            _log.warning("%s: there is nothing yet; waits for the first step%s", run, meant)
+        elif timeout != 0 and not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
             _log.warning("%s: waits for the first step%s", run, meant)
     for poll in itertools.count():
         with reading(run):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Mapping
 
 from .. import formats
-from .._core.leaf_paths import join_names
+from .._core.leaf_paths import closest, join_names
 from ..errors import MismatchError, TreeringError, UnsupportedError
 from ..formats.treering import summary
 from ..stores.file_io import is_folder
@@ -96,20 +96,56 @@ def suggest_run(store: Store, root: str) -> str:
         return f"; it is {step}"
     if formats.has_folder(store, root):
         return f"; `treering show {root}` reads it"
+    above = parent(root)
+    if above and summary.stat_manifest(store, above):
+        return f"; it belongs to the checkpoint {above}"
     found = [*_checkpoints_within(store, root), *_archived_steps(store, root), *_runs_within(store, root)]
-    return "".join(f"; {one}" for one in found or _runs_around(store, root))
+    return "".join(f"; {one}" for one in found or _runs_around(store, root) or _runs_within(store, root, levels=2))
 
 
-def runs_below(store: Store, root: str) -> str:
-    """Returns the runs in a directory, for a message; "" if there are none."""
-    found: list[str] = []
-    names = [name for name in store.list(root) if run_layout.ARCHIVE_NAME.fullmatch(name) is None]
-    folders = [path for name in names if is_folder(store, path := posixpath.join(root, name), links=True)]
-    for path in folders[:_MAX_SEARCHED_FOLDERS]:
-        found += _describe_run(store, path)
-    if len(folders) > _MAX_SEARCHED_FOLDERS:
-        _log.info("%s: only %d of %d directories were searched for runs", root, _MAX_SEARCHED_FOLDERS, len(folders))
-    return join_names(tuple(found))
+def suggest_path(store: Store, path: str) -> str:
+    """Returns the end of a message that names what was probably meant by a path that does not exist."""
+    if not store.has_folders:
+        return ""
+    above, rest = parent(path), [posixpath.basename(path)]
+    try:
+        while above and store.stat(above) is None:
+            above, rest = parent(above), [posixpath.basename(above), *rest]
+        if above is None:
+            return ""
+        if summary.stat_manifest(store, above):
+            part = "/".join(rest)
+            return f"; {above} is a checkpoint, so {part!r} can only be a part of it; pass at={part!r}"
+        similar = closest(rest[0], sorted(store.list(above)))
+        if similar is None:
+            return ""
+        meant = posixpath.join(above, similar, *rest[1:])
+        return f"; the closest path is {posixpath.join(above, similar) if store.stat(meant) is None else meant}"
+    except (TreeringError, OSError) as error:
+        _log.info("%s: not searched for a similar path: %s", path, error)
+        return ""
+
+
+def runs_below(store: Store, root: str, levels: int = 1) -> str:
+    """Returns the runs in a directory, for a message; "" if there are none.
+
+    levels: without a run in the directory itself, its folders are searched, so many levels down in all.
+    """
+    folders = [root]
+    for _ in range(levels):
+        inner = [
+            path
+            for folder in folders
+            for name in store.list(folder)
+            if run_layout.ARCHIVE_NAME.fullmatch(name) is None
+            and is_folder(store, path := posixpath.join(folder, name), links=True)
+        ]
+        folders = inner[:_MAX_SEARCHED_FOLDERS]
+        if len(inner) > len(folders):
+            _log.info("%s: only %d of %d directories were searched for runs", root, len(folders), len(inner))
+        if found := tuple(run for path in folders for run in _describe_run(store, path)):
+            return join_names(found)
+    return ""
 
 
 def _checkpoints_within(store: Store, root: str) -> list[str]:
@@ -176,8 +212,8 @@ def _archived_steps(store: Store, root: str) -> list[str]:
     return [f"it has archived steps, which `treering cp` brings back: {join_names(found)}"] if found else []
 
 
-def _runs_within(store: Store, root: str) -> list[str]:
-    found = runs_below(store, root)
+def _runs_within(store: Store, root: str, levels: int = 1) -> list[str]:
+    found = runs_below(store, root, levels)
     return [f"it has runs in it: {found}; pass the one that is meant"] if found else []
 
 

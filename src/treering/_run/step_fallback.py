@@ -117,8 +117,14 @@ def find_step_copies(
 def check_exists(store: Store, place: str, format: formats.Format) -> formats.Format:
     """Returns the format that the caller has given. Raises `NotFoundError` if there is neither a file nor a folder."""
     if store.stat(place) is None and not formats.accepts(format, store, place):
-        raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing")
+        raise not_found(store, place)
     return format
+
+
+def not_found(store: Store, place: str) -> NotFoundError:
+    """Returns the error of a path where there is nothing."""
+    meant = new_run.suggest_path(store, place)
+    return NotFoundError(f"{place}: expected a checkpoint or a run, found nothing{meant}")
 
 
 def detect_or_explain(store: Store, place: str) -> formats.Format:
@@ -131,9 +137,9 @@ def detect_or_explain(store: Store, place: str) -> formats.Format:
     except UnsupportedError as error:
         there = store.stat(place)
         if there is None:
-            raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing") from None
+            raise not_found(store, place) from None
         if there.is_folder:
-            if found := new_run.runs_below(store, place):
+            if found := new_run.runs_below(store, place, levels=2):
                 raise NotFoundError(
                     f"{place}: expected a checkpoint or a run, found a directory of runs; pass the one that is meant: "
                     f"{found}"

@@ -352,9 +352,16 @@ def _is_wanted(step: int, steps: Sequence[range]) -> bool:
 def check_target(store: Store, to: str, prefix: str) -> None:
     """Checks that the target of a run is missing, or a run whose step names have the same prefix.
 
-    Raises `ExistsError` for a single checkpoint, and `MismatchError` for another prefix.
+    Raises `ExistsError` for a checkpoint, a file or a directory of runs, and `MismatchError` for another prefix.
     """
     if formats.has_folder(store, to):
         raise ExistsError(f"{to}: expected a run, or nothing, found one checkpoint")
-    if _run.list_step_names(store, to) and (found := _run.find_prefix(store, to)) != prefix:
+    if (there := store.stat(to)) and not there.is_folder:
+        raise ExistsError(f"{to}: expected a run, or nothing, found a file")
+    if not _run.list_step_names(store, to):
+        if found := new_run.runs_below(store, to):
+            raise ExistsError(
+                f"{to}: expected a run, or nothing, found a directory of runs: {found}; name the run in it"
+            )
+    elif (found := _run.find_prefix(store, to)) != prefix:
         raise MismatchError(f"{to}: expected step names that begin with {prefix!r}, as in the source, found {found!r}")

@@ -25,8 +25,9 @@ def examine(path: str | os.PathLike[str], *, size: int = 256 << 20) -> list[Find
     """
     place = stores.absolute(path)
     store = stores.get(place)
-    if store.has_folders and store.stat(place) is None:
-        raise NotFoundError(f"{place}: expected a directory, found nothing")
+    there = store.stat(place) if store.has_folders else None
+    if store.has_folders and not (there and there.is_folder):
+        raise NotFoundError(f"{place}: expected a directory, found {'a file' if there else 'nothing'}")
     folder = posixpath.join(place, f"treering-doctor-{os.urandom(4).hex()}")
     store.make_folders(folder, [])
     try:

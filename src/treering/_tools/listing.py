@@ -227,13 +227,16 @@ def check_run(store: Store, place: str, prefix: str | None = None) -> None:
     if is_run(store, place, prefix) or is_empty_run(store, place):
         return
     with reading(place):
-        names = store.list(place)
-        if not names and store.stat(place) is None:
-            found = "expected a run, found nothing"
-        elif formats.is_known(store, place):
+        names, there = store.list(place), store.stat(place)
+        if not names and there is None:
+            meant = new_run.suggest_path(store, place) or new_run.suggest_run(store, place)
+            raise NotFoundError(f"{place}: expected a run, found nothing{meant}")
+        if formats.is_known(store, place):
             found = "expected a run, found one checkpoint"
+        elif names:
+            found = "expected a run, found no step in it"
         else:
-            found = "expected a run, found no step in it" if names else "expected a run, found an empty directory"
+            found = f"expected a run, found {'an empty directory' if there is None or there.is_folder else 'a file'}"
     raise NotFoundError(f"{place}: {found}{new_run.suggest_run(store, place)}")
 
 

@@ -27,8 +27,6 @@ def check_target_run(run: PlainRun, paths: Iterable[str], to: str) -> None:
         f"{source_store.real_path(run.root)}/"
     ):
         raise MismatchError(f"{to}: expected a place outside the run {run.root}, found one inside it")
-    if (found := target_store.stat(to)) and not found.is_folder:
-        raise ExistsError(f"{to}: expected a run, or nothing, found a file")
     check_target(target_store, to, prefix)
     external_writes.check_no_writer(target_store, to)
     names = _run.own_steps(target_store, to, prefix)

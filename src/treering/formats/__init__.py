@@ -4,6 +4,7 @@ A format knows files and their contents. It never knows about templates, meshes 
 as a `Source`, which has the leaves by path and reads their contents on request. It writes a checkpoint from a `Source`.
 """
 
+import difflib
 import importlib
 import logging
 import posixpath
@@ -243,7 +244,8 @@ def get(name: str) -> Format:
 def for_path(path: str, name: str | None) -> Format:
     """Returns the format to write a path in: the named one, else the one of its suffix, else the native one.
 
-    Raises `UnsupportedError` for a format that is only read, and a `MismatchError` that lists those to write.
+    Raises `UnsupportedError` for a format that is only read and for a misspelt suffix, and a `MismatchError` that lists
+    the formats to write.
     """
     if name is not None:
         from ._shared.format_parts import ReadOnly
@@ -256,7 +258,9 @@ def for_path(path: str, name: str | None) -> Format:
         if isinstance(named, ReadOnly):
             raise named.only_read(path)
         return named
-    if found := next((one for n in names() if path.endswith((one := _registered.get(n) or get(n)).suffixes)), None):
+    all_formats = [_registered.get(n) or get(n) for n in names()]
+    suffixes = {suffix: format for format in all_formats for suffix in format.suffixes}
+    if found := next((format for suffix, format in suffixes.items() if path.endswith(suffix)), None):
         return found
     if ending := next((ending for ending in _ONLY_READ if path.endswith(ending)), None):
         raise UnsupportedError(
@@ -264,6 +268,13 @@ def for_path(path: str, name: str | None) -> Format:
             f"{_ONLY_READ[ending]!r}, which is only read; choose another ending, such as .safetensors, or name the "
             "format, such as 'treering'"
         )
+    ending = posixpath.splitext(path)[1]
+    for similar in difflib.get_close_matches(ending.lower(), suffixes, n=1, cutoff=0.85):
+        if abs(len(ending) - len(similar)) <= 2:
+            raise UnsupportedError(
+                f"{path}: expected the ending of a format, or another name, found {ending}; the closest ending is "
+                f"{similar}; or name the format, such as 'treering'"
+            )
     return get("treering")
 
 
@@ -273,20 +284,20 @@ def detect(store: Store, path: str) -> Format:
     Raises `UnsupportedError` if no format accepts the path. It says what the path is, if known, and why each format
     refuses it. Raises `CorruptError` for git-lfs pointers and unreadable files, which may be of any format.
     """
-    reasons: list[tuple[bool, bool, str]] = []
+    reasons: list[tuple[bool, str]] = []
     with reading(path), store.glance(path):  # The formats ask for the same files, so the store caches its answers.
         for format in _all_formats():
             if (reason := format.refuses(store, path)) is None:
                 return format
             endings = (*format.suffixes, *(ending for ending, name in _ONLY_READ.items() if name == format.name))
-            text = f"  {format.name}: {reason}"
-            reasons.append((not path.endswith(endings), reason in ("not a file", "it is a file"), text))
+            if reason not in ("not a file", "it is a file"):
+                reasons.append((not path.endswith(endings), f"  {format.name}: {reason}"))
     for ending in ("", ".index"):  # A path of TensorFlow's format is only a prefix of file names.
         file_io.check_all_fetched(store, path + ending, levels=2)
     what = unknown_files.describe(store, path, lambda inner: is_known(store, inner))
     head = f"{path}: " + (f"{what}; " if what else "") + "of no format that is known here:"
-    likely_first = sorted(reasons, key=lambda one: one[:2])  # That of the ending; those of the other kind of path last.
-    raise UnsupportedError("\n".join([head, *(text for *_, text in likely_first)]))
+    likely_first = sorted(reasons, key=lambda one: one[0])  # that of the ending
+    raise UnsupportedError("\n".join([head, *(text for _, text in likely_first)]))
 
 
 def is_known(store: Store, path: str) -> bool:

@@ -115,6 +115,8 @@ class WriterLock:
             self._acquire()
         except (ExistsError, UnsupportedError, SaveError):
             raise
+        except NotADirectoryError as error:
+            raise SaveError(f"{self._run}: expected a directory for the run, found a file there or above it") from error
         except OSError as error:
             raise SaveError(f"{self._run}: the run cannot be prepared for writing: {error}") from error
 

@@ -172,6 +172,11 @@ def _reason(program: Program, node: cst.CSTNode) -> str:
     """Returns why a use of Orbax that no plan is about has no edit."""
     call = program.parent(node)
     kind = kind_of(program, call) if isinstance(call, cst.Call) and call.func is node else None
+    name = dotted(node) or ""
+    if name.endswith(".to_shape_dtype_struct"):
+        return "Treering also takes the state itself as the template, so leave out this call"
+    if ".args." in name:
+        return "the manager or checkpointer that takes it stays, or is in another file"
     if kind is None:
         return "nothing in this file shows the manager or checkpointer that it belongs to"
     parent = program.parent(call)

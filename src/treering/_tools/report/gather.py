@@ -12,7 +12,7 @@ from ..._core import expansion
 from ..._core.describe import describe_entry
 from ..._core.entries import ArrayEntry
 from ..._core.lazy import LazyArray
-from ..._core.leaf_paths import Globs
+from ..._core.leaf_paths import Globs, glob_hint, join_names
 from ..._core.outline import OutlineNode, outline
 from ..._core.source import arrays_of
 from ..._core.units import count, nbytes
@@ -194,7 +194,9 @@ class _Leaves:
             for path, array in found.items():
                 sizes[path] = max(sizes.get(path, 0), array.nbytes)
         if globs and not sizes:
-            raise MismatchError(f"expected arrays named {', '.join(globs)}, found none with numbers")
+            names = dict.fromkeys(name for _, ckpt in steps if ckpt for name in _arrays(ckpt, Globs()))
+            hint = glob_hint(globs[0], names)
+            raise MismatchError(f"expected arrays named {', '.join(globs)}, found {join_names(tuple(names))}{hint}")
         kept = set(sorted(sizes, key=lambda path: -sizes[path])[:_MAX_LEAVES])
         if len(kept) < len(sizes):
             left = len(sizes) - len(kept)

@@ -31,6 +31,7 @@ from ..._core.units import sharding
 from ..._printable import safe
 from ..._restore.checkpoint import Checkpoint
 from ..._run.open import open_checkpoint
+from ..._run.step_fallback import not_found
 from ..._version import __version__
 from ...errors import ExistsError, NotFoundError, TreeringError
 from ...stores.read_errors import raise_if_momentary
@@ -83,7 +84,7 @@ class Served:
 
     def _about(self, place: str) -> dict[str, Any]:
         if self._store.stat(place) is None:
-            raise NotFoundError(f"{place}: expected a checkpoint or a run, found nothing. Check the path")
+            raise not_found(self._store, place)
         if formats.is_known(self._store, place):
             return {"path": safe(place)}
         return run_fields(place)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import slice_boxes
+from ..._core.describe import drop_code
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
 from ..._core.skeleton import build, nest_by_path
@@ -54,7 +55,7 @@ def _refused(path: str, entry: Entry) -> str | None:
         return f"this format reserves the key {CHUNKED} for large arrays"
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
-            return "a typed PRNG key; store jax.random.key_data(key) instead, or drop it by a rule"
+            return f"a typed PRNG key; store jax.random.key_data(key) instead, or {drop_code(path)}"
         return f"dtype {entry.dtype}, which Flax cannot read back" if entry.dtype[0] in "<|" else None
     value = entry.decode()
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core.boxes import Box, slice_boxes
+from ..._core.describe import drop_code
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
 from ..._core.leaf_paths import join_names
 from ..._core.source import Source
@@ -100,7 +101,9 @@ def _records(file: Blob, position: int) -> Iterator[tuple[int, Record]]:
 
 def write(store: Store, path: str, contents: Source, *, overwrite: bool) -> int:
     """Writes a file; see `Equinox`. Returns its size in bytes."""
-    problems = [f"  {path or '(root)'}: {why}" for path, entry in contents.entries.items() if (why := _problem(entry))]
+    problems = [
+        f"  {path or '(root)'}: {why}" for path, entry in contents.entries.items() if (why := _problem(path, entry))
+    ]
     if problems:
         head = "an Equinox file cannot hold these leaves; nothing was written:"
         raise UnsupportedError("\n".join([head, *problems]))
@@ -131,11 +134,11 @@ def write(store: Store, path: str, contents: Source, *, overwrite: bool) -> int:
     return file.size
 
 
-def _problem(entry: Entry) -> str | None:
+def _problem(path: str, entry: Entry) -> str | None:
     """Returns the reason why Equinox could not read a leaf back; None if it can."""
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
-            return "typed PRNG keys; store jax.random.key_data(key), or drop it by a rule"
+            return f"typed PRNG keys; store jax.random.key_data(key), or {drop_code(path)}"
         dtype = dtypes.to_numpy(entry.dtype)
         known = dtype.kind in "biufcSUmM" and dtype.str != "<f1"
         return None if known or entry.dtype == "bfloat16" else f"{entry.dtype}, which Equinox cannot read; cast it"

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..._core.calls import Call
+from ..._core.describe import drop_code
 from ..._core.entries import NO_ARRAY, ArrayEntry, Entry
 from ..._core.layouts import Layout
 from ..._core.leaf_paths import split
@@ -130,7 +131,7 @@ def _refused(entry: Entry) -> str | None:
         return f"keys become folder names of at most {_MAX_NAME_BYTES} bytes without slashes and dots; rename it"
     if isinstance(entry, ArrayEntry):
         if entry.type == "key":
-            return "a typed PRNG key; store jax.random.key_data(key) instead, or drop it by a rule"
+            return f"a typed PRNG key; store jax.random.key_data(key) instead, or {drop_code(entry.path)}"
         return None if metadata.can_hold(entry.dtype) else f"dtype {entry.dtype}, which zarr cannot hold"
     value = entry.decode()
     if type(value) is int:
@@ -138,5 +139,5 @@ def _refused(entry: Entry) -> str | None:
     return (
         None
         if type(value) in (bool, float, complex)
-        else f"a {type(value).__name__}, which is not a number; drop it by a rule"
+        else f"a {type(value).__name__}, which is not a number; {drop_code(entry.path)}"
     )

@@ -14,6 +14,7 @@ import msgspec
 
 from ..._core import dtypes
 from ..._core.boxes import Box, full_box
+from ..._core.describe import drop_code
 from ..._core.entries import ArrayEntry, is_absent
 from ..._core.leaf_paths import join_names
 from ..._core.source import Source
@@ -38,9 +39,9 @@ _SLICE_BYTES = 64 << 20  # bytes of an array in memory at a time
 _SMALL_BYTES, _BATCH_BYTES = 1 << 20, 16 << 20  # bytes of an array that is read with others, and of all of them
 _CODES = {dtype: code for dtype, (code, _) in dtypes.SAFETENSORS.items()} | {nibbles.DTYPE: nibbles.CODE}
 _HINTS = {
-    "key": "store jax.random.key_data(key), or drop it by a rule",
-    "str": "save it as metadata, and drop it by a rule",
-    "bytes": "store numpy.frombuffer(data, 'uint8'), or drop it by a rule",
+    "key": "store jax.random.key_data(key), or",
+    "str": "save it as metadata, and",
+    "bytes": "store numpy.frombuffer(data, 'uint8'), or",
 }
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]i?B|B)")
 _UNITS = {"B": 1} | {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
@@ -134,9 +135,9 @@ def holdable(file: str, contents: Source) -> list[ArrayEntry]:
         if path in absent:
             continue
         if not isinstance(entry, ArrayEntry):
-            problem = f"{entry.type}; {_HINTS.get(entry.type, 'make it a 0-d array, or drop it by a rule')}"
+            problem = f"{entry.type}; {_HINTS.get(entry.type, 'make it a 0-d array, or')} {drop_code(path)}"
         elif entry.type == "key":
-            problem = f"typed PRNG keys; {_HINTS['key']}"
+            problem = f"typed PRNG keys; {_HINTS['key']} {drop_code(path)}"
         elif entry.dtype == nibbles.DTYPE and not nibbles.is_paired(entry.shape):
             problem = f"{entry.dtype} with an odd last axis, but two share a byte; pad that axis, or cast the array"
         elif entry.dtype not in _CODES:
