@@ -396,8 +396,9 @@ def _grown(path: str, layers: list[Any]) -> None:
         lambda path, tree: tr.open(path).select([f"{layer}/w" for layer in tree]),
         lambda path, tree: _error(path, dict.fromkeys(tree)),
         lambda path, tree: _grown(f"{path}.list", [*tree.values()]),
+        lambda path, tree: _error(tr.save(f"{path}.list", [*tree.values()]).path, tree),
     ],
-    ids=["dtypes", "shapes", "names", "extra", "missing", "select", "None", "grow"],
+    ids=["dtypes", "shapes", "names", "extra", "missing", "select", "None", "grow", "list"],
 )
 def test_many_leaves_and_globs_are_linear(paths: Iterator[str], work: Callable[[str, Any], Any]) -> None:
     """Errors compare leaves of the template with others, and the caller's globs are compared with the leaves."""

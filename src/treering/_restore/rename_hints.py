@@ -75,10 +75,16 @@ def list_suggestions(
     """Yields rules that name the items of lists, or number those of dicts, if it is clear which item is which."""
     if not places or not all(is_plain(path, entries) for path in entries):
         return
+    items = [
+        tuple([join(place, key_text(key), root=not place) for key in node.children()] for node in nodes)
+        for place, nodes in places.items()
+    ]
+    items = [(olds, news) for olds, news in items if olds != news]
+    if sum(len(olds) for olds, _ in items) > _MAX_CALLS:  # Each item takes a rule.
+        return
     leaves = dict(zip(flat_tree.paths, flat_tree.leaves, strict=True))
     moves: dict[str, str] = {}
-    for place, (old, new) in places.items():
-        olds, news = ([join(place, key_text(key), root=not place) for key in node.children()] for node in (old, new))
+    for olds, news in items:
         pairs = _pairs({path: _shapes(entries, path) for path in olds}, {path: _shapes(leaves, path) for path in news})
         for old_path, new_path in pairs:
             inside = (path for path in entries if relative_to(path, old_path) is not None)
