@@ -65,3 +65,21 @@ def all_processes_use_one_step() -> None:
     saved = [ckpts.save(2, state(3), overwrite=True), same(ckpts.load(2, state(0))["w"], value * 3)]
     deleted = [ckpts.delete(step, missing_ok=True) for step in (2, 3)]
     report([known, loads, missing, exists, saved, deleted])
+
+
+def a_broadcast_keeps_every_bit() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from treering.orbax import multihost
+
+    nan = np.uint32(0x7FC00123).view(np.float32)
+    sent = [2**40 + 5, np.uint64(2**63 + 7), 0.1, np.array([-0.0, nan, 1e-40], np.float32), np.zeros((0, 3))]
+    sent += [np.array([[True, False]]).T, jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3), np.array([-8, 7], jnp.int4)]
+    found = multihost.broadcast_one_to_all(sent if INDEX == 0 else jax.tree.map(np.zeros_like, sent))
+    wanted = [np.asarray(leaf) for leaf in sent]
+    assert [leaf.dtype for leaf in found] == [leaf.dtype for leaf in wanted], found
+    assert [leaf.shape for leaf in found] == [leaf.shape for leaf in wanted], found
+    assert [leaf.tobytes() for leaf in found] == [leaf.tobytes() for leaf in wanted], found
+    assert multihost.broadcast_one_to_all({"step": INDEX}, is_source=INDEX == 1) == {"step": 1}
+    report([caught(multihost.broadcast_one_to_all, one) for one in ("text", 2**70)])

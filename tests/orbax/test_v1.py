@@ -778,3 +778,10 @@ def test_all_processes_use_one_step(tmp_path: Path) -> None:
         known = [1] if index else [1, 2]
         errors = ["StepNotFoundError", "StepAlreadyExistsError"]
         assert one.report == [known, [True] * 3, *errors, [True] * 2, [True, False]], one.output
+
+
+@pytest.mark.slow
+def test_a_broadcast_keeps_every_bit(tmp_path: Path) -> None:
+    """JAX broadcasts by a sum in types of 32 bits, which changes large integers and the sign of zeros."""
+    for one in run_job(tmp_path, "orbax_v1.a_broadcast_keeps_every_bit", processes=2):
+        assert [name for name, _ in one.report] == ["TypeError"] * 2, one.output

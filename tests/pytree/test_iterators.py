@@ -611,3 +611,32 @@ def test_small_integers_in_states_are_encoded_as_in_array_files(dtype: str, expe
     assert (kind, text, shape, base64.b64decode(data)) == ("array", dtype, [2], expected)
     back = _states.decode_state([kind, [True, text, shape, data]], 0)
     assert back.dtype == dtype and back.tolist() == array.tolist()
+
+
+class NamelessSource:
+    """A data source with the default repr."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: Any) -> int:
+        return int(index)
+
+
+def test_a_loader_that_no_restart_can_restore(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Grain compares the reprs of the data sources. The default one has an address, which differs after a restart."""
+
+    def make(source: Any) -> Any:
+        sampler = grain.samplers.IndexSampler(8, shard_options=grain.sharding.NoSharding(), num_epochs=1)
+        return iter(grain.DataLoader(data_source=source, sampler=sampler, worker_count=0))
+
+    tr.save(tmp_path / "named", {"data": make(range(8))})
+    assert not caplog.messages
+    source, other = NamelessSource(), NamelessSource()
+    for step in (1, 2):
+        tr.save(tmp_path / f"{step}", {"data": make(source)})
+    (message,) = caplog.messages
+    assert "so Grain refuses it after a restart" in message and f" at {hex(id(source))}>" in message
+    tr.restore(tmp_path / "1", like={"data": make(source)})
+    with pytest.raises(MismatchError, match="does not accept the saved state"):
+        tr.restore(tmp_path / "1", like={"data": make(other)})

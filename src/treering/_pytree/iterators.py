@@ -12,8 +12,10 @@ iterator in it, has changed.
 """
 
 import copy
+import functools
 import itertools
 import logging
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ _log = logging.getLogger("treering")
 _MAX_ITEMS = 10_000  # items of a container that are looked at to decide if it holds nothing but values
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _GONE = object()  # an object that no longer exists
+_ADDRESS = re.compile(rb"<[^<]* at 0x[0-9a-f]+>")  # in the default repr of an object
 
 
 class Frozen:
@@ -69,7 +72,21 @@ def freeze(leaf: Any) -> Frozen:
             f"a {type(leaf).__module__}.{type(leaf).__qualname__} whose {get}() raises {error!r}; put an object whose "
             f"{get}() and {put}(state) work into the tree, such as the loader of a dataset, or leave it out of the tree"
         ) from error
-    return Frozen(current_state(leaf, pack(state)), info_of(type(leaf)))
+    info = info_of(type(leaf))
+    if isinstance(state, bytes) and info.module.startswith("grain.") and (found := _ADDRESS.search(state)):
+        _warn_of_address(info.name, found[0].decode(errors="replace"))
+    return Frozen(current_state(leaf, pack(state)), info)
+
+
+@functools.lru_cache(maxsize=512)
+def _warn_of_address(name: str, text: str) -> None:
+    """Warns once of a state with the repr of the data source or the sampler, which Grain compares with that at hand."""
+    _log.warning(
+        "the state of a %s has the address of an object (%s), so Grain refuses it after a restart; give the class of "
+        "the data source or sampler a __repr__",
+        name,
+        text,
+    )
 
 
 def entry_of(path: str, frozen: Frozen, *, several: bool) -> IteratorEntry:

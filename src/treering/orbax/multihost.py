@@ -84,7 +84,19 @@ def reached_preemption(step: int) -> bool:
 
 
 def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
-    """Returns the tree of the source process, by default process 0, in all processes."""
+    """Returns the tree of the source process, by default process 0, in all processes.
+
+    JAX adds the values of all processes, in its types. That changes large integers and the sign of zeros, so it gets
+    the bytes.
+    """
+    import jax
+    import numpy as np
     from jax.experimental import multihost_utils
 
-    return multihost_utils.broadcast_one_to_all(in_tree, is_source=is_source)
+    leaves, structure = jax.tree.flatten(in_tree)
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    jax.eval_shape(lambda *arrays: None, *arrays)  # It refuses text and objects, as JAX's broadcast does.
+    sent = [np.frombuffer(array.tobytes(), np.uint8) for array in arrays]
+    sent = multihost_utils.broadcast_one_to_all(sent, is_source=is_source)
+    found = [data.view(array.dtype).reshape(array.shape) for data, array in zip(sent, arrays, strict=True)]
+    return structure.unflatten(found)
