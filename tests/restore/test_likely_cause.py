@@ -651,3 +651,20 @@ def test_items_of_lists_that_are_alike_are_not_guessed(tmp_path: pathlib.Path) -
         tr.restore(tmp_path / "x", {"layers": {"first": np.ones(3), "second": np.ones(3)}, "step": 1})
     (line,) = lines_of(caught.value)
     assert line.endswith("in the template; use the same in the template, or rename each item by a rule")
+
+
+@pytest.mark.parametrize("names", [("enc1_2", "enc2_1"), ("conv1", "dense1")])
+def test_numbers_that_may_mean_two_orders_are_not_guessed(tmp_path: pathlib.Path, names: tuple[str, str]) -> None:
+    tr.save(tmp_path / "x", {"layers": [np.ones(3), np.zeros(3)]})
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "x", {"layers": dict.fromkeys(names, np.ones(3))})
+    assert "rename(" not in lines_of(caught.value)[0]
+
+
+@pytest.mark.parametrize("numbers", [("0", "1"), (0, 1)])
+def test_a_list_whose_paths_a_dict_has_too_is_no_cause(tmp_path: pathlib.Path, numbers: tuple[Any, Any]) -> None:
+    tr.save(tmp_path / "x", {"layers": [np.ones(3), np.zeros(3)]})
+    head = {"w": np.ones(2), "b": np.ones(1)}
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "x", {"layers": dict.fromkeys(numbers, np.ones(3)), "head": head})
+    assert "missing=['head/**']" in lines_of(caught.value)[0]

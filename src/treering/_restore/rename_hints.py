@@ -49,7 +49,7 @@ def rename_suggestions(
 
 
 def list_places(flat_tree: FlatTree, skeleton: Skeleton | None) -> dict[str, tuple[Node, Node]]:
-    """Returns the nodes of checkpoint and template where one is a list and the other names as many children."""
+    """Returns the nodes of checkpoint and template where one is a list and the other has other names for its items."""
     known = {path: node for _, path, node in containers(skeleton or ()) if isinstance(node, Node)}
     return {
         path: (known[path], node)
@@ -59,6 +59,7 @@ def list_places(flat_tree: FlatTree, skeleton: Skeleton | None) -> dict[str, tup
         and known[path].count() == node.count() > 0
         and {known[path].kind, node.kind} & set(_LISTS)
         and {known[path].kind, node.kind} & set(_NAMED)
+        and {*map(key_text, known[path].children())} != {*map(key_text, node.children())}
     }
 
 
@@ -79,7 +80,6 @@ def list_suggestions(
         tuple([join(place, key_text(key), root=not place) for key in node.children()] for node in nodes)
         for place, nodes in places.items()
     ]
-    items = [(olds, news) for olds, news in items if olds != news]
     if sum(len(olds) for olds, _ in items) > _MAX_CALLS:  # Each item takes a rule.
         return
     leaves = dict(zip(flat_tree.paths, flat_tree.leaves, strict=True))
@@ -103,16 +103,23 @@ def _shapes(leaves: Mapping[str, Any], place: str) -> list[tuple[str, tuple[int,
 
 def _pairs(olds: Mapping[str, Any], news: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns which item becomes which: by the numbers in their names, or by shapes that only one item has."""
-    numbered = [
-        sorted((int(number[-1]), path) for path in side if (number := re.findall("[0-9]+", path.rpartition("/")[2])))
-        for side in (olds, news)
-    ]
-    if len(numbered[0]) == len(numbered[1]) == len(olds):
-        pairs = [(old, new) for (_, old), (_, new) in zip(*numbered, strict=True)]
+    old_paths, new_paths = _numbered(olds), _numbered(news)
+    if old_paths and new_paths:
+        pairs = list(zip(old_paths, new_paths, strict=True))
     else:
         pairs = [(old, new) for old, shapes in olds.items() for new, wanted in news.items() if shapes == wanted]
     is_clear = len(pairs) == len(olds) and all(olds[old] == news[new] for old, new in pairs)
     return pairs if is_clear and len(dict(pairs)) == len({new for _, new in pairs}) == len(olds) else []
+
+
+def _numbered(paths: Collection[str]) -> list[str]:
+    """Returns the paths of items in the order of the one number that differs in their names; [] if several do."""
+    numbers = {path: tuple(map(int, re.findall("[0-9]+", path.rpartition("/")[2]))) for path in paths}
+    if len({*map(len, numbers.values())}) != 1:
+        return []
+    differing = [column for column in zip(*numbers.values(), strict=True) if len({*column}) > 1]
+    is_clear = len({*numbers.values()}) == len(paths) and len(differing) <= 1
+    return sorted(numbers, key=numbers.__getitem__) if is_clear else []
 
 
 def _rename_suggestions(
