@@ -668,3 +668,12 @@ def test_a_list_whose_paths_a_dict_has_too_is_no_cause(tmp_path: pathlib.Path, n
     with pytest.raises(MismatchError) as caught:
         tr.restore(tmp_path / "x", {"layers": dict.fromkeys(numbers, np.ones(3)), "head": head})
     assert "missing=['head/**']" in lines_of(caught.value)[0]
+
+
+def test_keys_of_another_kind_say_nothing_about_the_rest(tmp_path: pathlib.Path) -> None:
+    """The data of both kinds of keys has the same shape."""
+    key, other = jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")
+    tr.save(tmp_path / "x", {"first": other, "a": {f"k{n}": key for n in range(20)}})
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "x", {"first": key, "b": {f"k{n}": key for n in range(20)}})
+    assert "tr.rules.rename('^a/', 'b/')" in lines_of(caught.value)[0]

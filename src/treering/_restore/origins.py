@@ -77,7 +77,7 @@ class _Search:
         kind, entry = self._kinds[path], self.entries[found]
         if kind is None or not isinstance(entry, ArrayEntry):
             return self._fits(path, entry)
-        both = kind, entry.type, entry.dtype, entry.shape
+        both = kind, entry.type, entry.dtype, entry.shape, entry.impl
         if both not in self._fitting:
             self._fitting[both] = self._fits(path, entry)
         return self._fitting[both]
