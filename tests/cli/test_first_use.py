@@ -44,9 +44,17 @@ def test_a_path_into_a_checkpoint_names_the_checkpoint(runs: pathlib.Path, treer
     step = runs / "gpt" / "step-00001000"
     found = treering("show", step / "params" / "embed")
     assert f"; {step} is a checkpoint, so 'params/embed' can only be a part of it\n" in found.err, found.err
-    with pytest.raises(tr.errors.NotFoundError, match="a part of it; pass at='params/embed'"):
+    with pytest.raises(tr.errors.NotFoundError, match="a part of it; pass at='params/embed' ") as caught:
         tr.open(step / "params" / "embed")
+    assert str(caught.value).splitlines()[0].endswith(" (tr.open: .at('params/embed'))")
     assert "a part of it; pass --at 'params/embed'\n" in treering("convert", step / "params" / "embed", "x").err
+
+
+def test_a_broken_link_is_named(runs: pathlib.Path, treering: Any) -> None:
+    (runs / "last").symlink_to(runs / "gone")
+    for path in ("runs/last", "runs/last/params"):
+        err = treering("show", path).err
+        assert f"found nothing; {runs / 'last'} is a link to a path where there is nothing\n" in err, err
 
 
 def test_a_file_is_not_called_an_empty_directory(runs: pathlib.Path, treering: Any) -> None:
@@ -177,3 +185,13 @@ def test_other_arguments(runs: pathlib.Path, treering: Any, call: str, said: str
     (runs / "page.html").write_text("x")
     found = treering(*call.split())
     assert found.code in (2, 3) and said in found.err and "warning" not in found.err, found.err
+
+
+@pytest.mark.parametrize("text", ["1_000", "9" * 20, "9" * 5000, f"{(1 << 53) + 1}"])
+def test_no_step_is_guessed_of_other_numbers(runs: pathlib.Path, treering: Any, text: str) -> None:
+    found = treering("pin", "runs/gpt", text)
+    assert found.code == 2 and "expected the number of a step, such as 1000\n" in found.err, found.err
+
+
+def test_one_checkpoint_has_no_step_to_choose(runs: pathlib.Path, treering: Any) -> None:
+    assert "--step" not in treering("show", "runs/gpt/step-00001000", "2000").err

@@ -109,10 +109,10 @@ class StepNumber(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        if value.isascii() and value.isdecimal() and (number := int(value)) <= MAX_EXACT_INT:
+        if re.fullmatch("[0-9]{1,100}", value) and (number := int(value)) <= MAX_EXACT_INT:
             return number
         hint = "; RUN comes first" if os.path.exists(value) else ""
-        if hint == "" and (digits := re.search("([0-9]{1,16})/?$", value)):
+        if hint == "" and (digits := re.search("(?:^|/)[^0-9/]+([0-9]{1,15})/?$", value)):
             hint = f", perhaps {int(digits[1])}"
         raise click.BadParameter(f"{value!r}: expected the number of a step, such as 1000{hint}", ctx, param)
 

@@ -70,14 +70,15 @@ def show(
     PATH selects a leaf, with its values, statistics and a histogram, or a subtree. Layers that are alike share a line,
     such as layers/0…23.
     """
+    opened = None
     try:
-        ckpt = _open(checkpoint, prefix, step, format, best)
-        if path and path in ckpt:
-            _show_leaf(ckpt, path, json_)
+        opened = _open(checkpoint, prefix, step, format, best)
+        if path and path in opened:
+            _show_leaf(opened, path, json_)
             return
-        ckpt = ckpt.at(path)
+        ckpt = opened.at(path)
     except NotFoundError as error:
-        error.args = (f"{error}{_meant(checkpoint, path)}",)
+        error.args = (f"{error}{_meant(checkpoint, path, opened)}",)
         raise
     if json_:
         say_json(
@@ -107,11 +108,16 @@ def show(
         say(truncate(f"{name:{column}}  {what}".rstrip(), columns))
 
 
-def _meant(checkpoint: str, path: str) -> str:
-    """Returns the end of a message that says what was probably meant by a path that does not exist."""
+def _meant(checkpoint: str, path: str, opened: "Checkpoint | None") -> str:
+    """Returns the end of a message that says what was probably meant by a path that does not exist.
+
+    opened: the checkpoint, or one of the steps of the run, that lacks the path.
+    """
+    from .. import stores
+
     if path and os.path.exists(path) and not os.path.exists(checkpoint):
         return "; CHECKPOINT comes first, PATH second"
-    if path.isdecimal():
+    if path.isdecimal() and opened is not None and opened.path != stores.absolute(checkpoint):
         return f"; --step {path} chooses a step"
     return "; `treering stats` takes globs" if "*" in path else ""
 

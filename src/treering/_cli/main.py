@@ -29,6 +29,7 @@ _PYTHON_ADVICE = re.compile(
     r"(?:[;,:]|,? or) pass [a-z_]+=[^;\n]*"
     r"|, or pass a store that is registered with [^;\n]*"
     r"| \(reading needs no Checkpointer: [^)]*\)"
+    r"| \(tr\.open: [^\n]*\)"
     r"|, or clip them with rules before the cast: \[[^\n]*\]"
     r"| to continue from there"
     r"| to Checkpointer\b"

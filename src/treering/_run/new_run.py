@@ -115,8 +115,12 @@ def suggest_path(store: Store, path: str) -> str:
             return ""
         if summary.stat_manifest(store, above):
             part = "/".join(rest)
-            return f"; {above} is a checkpoint, so {part!r} can only be a part of it; pass at={part!r}"
-        similar = closest(rest[0], sorted(store.list(above)))
+            advice = f"pass at={part!r} (tr.open: .at({part!r}))"
+            return f"; {above} is a checkpoint, so {part!r} can only be a part of it; {advice}"
+        names, place = sorted(store.list(above)), posixpath.join(above, rest[0])
+        if rest[0] in names:
+            return f"; {place} is a link to a path where there is nothing" if store.is_link(place) else ""
+        similar = closest(rest[0], names)
         if similar is None:
             return ""
         meant = posixpath.join(above, similar, *rest[1:])
