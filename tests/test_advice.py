@@ -94,6 +94,7 @@ def with_code() -> list[str]:
 # Where a case is: a test of this file, which registers itself, or a test of another file.
 HERE: set[str] = set()
 ELSEWHERE = {
+    "(tr.open: .at(": "cli/test_first_use.py::test_a_path_into_a_checkpoint_names_the_checkpoint",
     "x[...] or jax.freeze(x)": "pytree/test_leaves.py::test_mutable_arrays_are_refused_with_advice_that_works",
     "x.view(ml_dtypes.bfloat16)": "pytree/test_leaves.py::test_the_advice_about_arrays_keeps_their_values",
     "numpy.array(x.tolist())": "pytree/test_leaves.py::test_dtypes_without_a_layout_are_refused_with_advice",

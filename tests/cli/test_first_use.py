@@ -47,6 +47,7 @@ def test_a_path_into_a_checkpoint_names_the_checkpoint(runs: pathlib.Path, treer
     with pytest.raises(tr.errors.NotFoundError, match="a part of it; pass at='params/embed' ") as caught:
         tr.open(step / "params" / "embed")
     assert str(caught.value).splitlines()[0].endswith(" (tr.open: .at('params/embed'))")
+    assert len(tr.open(step).at("params/embed")) == 1
     assert "a part of it; pass --at 'params/embed'\n" in treering("convert", step / "params" / "embed", "x").err
 
 
