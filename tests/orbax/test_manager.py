@@ -261,6 +261,25 @@ def test_a_policy_of_the_user_sees_all_saved_steps(tmp_path: Path) -> None:
         assert seen == [[], [1], [1, 2]]
 
 
+@pytest.mark.parametrize("library", [ocp, real])
+def test_a_subclass_reads_what_the_manager_knows(tmp_path: Path, library: Any) -> None:
+    """Kauldron's subclass reads this private attribute for each list of steps."""
+
+    class Manager(library.CheckpointManager):
+        def all_steps(self, read: bool = False) -> list[int]:
+            return [one.step for one in self._checkpoints]
+
+    options = library.CheckpointManagerOptions(max_to_keep=2)
+    with Manager(tmp_path / "run", options=options) as manager:
+        for step in range(4):
+            manager.save(step, args=library.args.StandardSave(tree(step)))
+        assert manager.latest_step() == 3
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
+    with Manager(tmp_path / "run", options=options) as manager:
+        assert (manager.all_steps(), manager.latest_step()) == ([2, 3], 3)
+
+
 def test_a_save_that_ends_while_the_steps_are_listed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with manager(tmp_path, should_save_fn=lambda step, latest: latest is None) as ours:
         save(ours, 1)

@@ -149,11 +149,12 @@ class CheckpointManager:
         if decides_alike(policy):  # It needs only the number of the latest step, so no directory is listed.
             known = [] if self._latest is None else [dataclasses.replace(now, step=self._latest)]
             return policy.should_save(now, known, context=context)
-        decide = lambda: bool(policy.should_save(now, self._infos(), context=context))  # noqa: E731
+        decide = lambda: bool(policy.should_save(now, self._checkpoints, context=context))  # noqa: E731
         return agree(f"should_save({self._run.directory!r}, {step})", decide)
 
-    def _infos(self) -> list[CheckpointInfo]:
-        """Returns the valid steps and the one that is being saved, ascending."""
+    @property
+    def _checkpoints(self) -> list[CheckpointInfo]:
+        """The valid steps and the one that is being saved, ascending. Subclasses of Orbax's manager read this name."""
         begun = self._last_begun if self._run.is_saving else None  # asked first: the save may end before the listing
         infos = {one.step: one for one in self._run.infos()}
         if begun is not None:
