@@ -138,6 +138,7 @@ ELSEWHERE = {
     "pass the size of the blocks": "rules/test_dequantize.py::test_blocks_that_could_be_several",
     "pass what the model's config.json": "rules/test_dequantize.py::test_what_could_mean_two_things_is_refused",
     "checkpoint_layout='auto'": "orbax/test_v1.py::test_safetensors_are_loaded_on_request",
+    "partial_restore=True": "orbax/test_items.py::test_a_message_says_what_the_adapter_can_do",
 }
 # Why nothing is run.
 NOTHING_TO_RUN = {
