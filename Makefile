@@ -44,7 +44,7 @@ coverage: $(VENV)/compiled $(VENV)/coverage
 	$(RUN) -m coverage erase
 	-$(RUN) -m coverage run -m pytest -n 4 --dist worksteal
 	$(RUN) -m coverage combine --quiet
-	$(RUN) -m coverage json --quiet -o .coverage.json
+	$(RUN) -m coverage json --quiet --include 'src/treering/*' -o .coverage.json
 	$(RUN) tests/coverage_table.py .coverage.json benchmarks/results/coverage.md
 
 # All of what `make test` takes a part of (tests/sampling.py). The summary names what was skipped, and why.

@@ -140,6 +140,7 @@ ELSEWHERE = {
     "pass what the model's config.json": "rules/test_dequantize.py::test_what_could_mean_two_things_is_refused",
     ": tr.rules.drop(…)": "cli/test_first_use.py::test_what_safetensors_cannot_hold_is_dropped",
     "checkpoint_layout='auto'": "orbax/test_v1.py::test_safetensors_are_loaded_on_request",
+    "partial_restore=True": "orbax/test_items.py::test_a_message_says_what_the_adapter_can_do",
 }
 # Why nothing is run.
 NOTHING_TO_RUN = {

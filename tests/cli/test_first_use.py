@@ -105,6 +105,8 @@ def test_what_safetensors_cannot_hold_is_dropped(runs: pathlib.Path, treering: A
         ("show runs/gpt params/layers/*", "; `treering stats` takes globs\n"),
         ("diff runs/gpt 1000", "1000: expected a checkpoint, found nothing; two steps of A are --steps N M\n"),
         ("diff runs/gpt 1000 2000", "unexpected extra argument (2000). Steps are --steps N M\n"),
+        ("ls runs/gpt --step 1000", "No such option '--step'; `treering show` has it\n"),
+        ("verify runs/gpt --step 1000", "'--step'; PATH may be a step, such as RUN/step-00001000\n"),
         ("convert runs/gpt out 1000", "unexpected extra argument (1000). Steps are --step N\n"),
     ],
 )
@@ -145,7 +147,7 @@ def test_a_file_of_no_format_is_said_in_a_few_lines(runs: pathlib.Path, treering
     err = treering("show", "runs/notes.txt").err
     assert "safetensors: the first eight" in err and "orbax" not in err  # which has folders only
     step = runs / "gpt" / "step-00001000"
-    assert f"it belongs to the checkpoint {step}; open that; of no" in treering("show", step / "treering.json").err
+    assert f"it belongs to the checkpoint {step}; open that\n" in treering("show", step / "treering.json").err
 
 
 @pytest.mark.parametrize(
@@ -196,3 +198,19 @@ def test_no_step_is_guessed_of_other_numbers(runs: pathlib.Path, treering: Any, 
 
 def test_one_checkpoint_has_no_step_to_choose(runs: pathlib.Path, treering: Any) -> None:
     assert "--step" not in treering("show", "runs/gpt/step-00001000", "2000").err
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        ("lst:2", "'lst:2': expected last:2. KEEP is "),
+        ("last=2", "'last=2': expected last:2. KEEP is "),
+        ("last", "'last': expected last:N. KEEP is "),
+        ("2", "'2': expected last:2. KEEP is "),
+        ("best:1:val/loss", "'best:1:val/loss': expected best:1:val/loss:min or best:1:val/loss:max. KEEP is "),
+        ("runs/gpt", "'runs/gpt'. KEEP is "),
+    ],
+)
+def test_a_policy_that_is_written_otherwise(runs: pathlib.Path, treering: Any, keep: str, said: str) -> None:
+    found = treering("prune", "runs/gpt", keep)
+    assert found.code == 2 and said in found.err, found.err

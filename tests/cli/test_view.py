@@ -187,7 +187,11 @@ def test_bad_paths_are_one_clear_error(tmp_path: pathlib.Path, treering: Any, se
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_the_command_quietly(run: pathlib.Path) -> None:
+@pytest.mark.parametrize("over_ssh", [False, True])
+def test_ctrl_c_ends_the_command_quietly(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch, over_ssh: bool) -> None:
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    if over_ssh:
+        monkeypatch.setenv("SSH_CONNECTION", "192.0.2.1 5000 192.0.2.2 22")
     command = [sys.executable, "-m", "treering", "view", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
@@ -199,7 +203,8 @@ def test_ctrl_c_ends_the_command_quietly(run: pathlib.Path) -> None:
         connection.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
-        assert process.stderr.read() == ""
+        said = process.stderr.read()
+        assert f": ssh -N -L {port}:127.0.0.1:{port} " in said if over_ssh else said == ""
 
 
 def test_runs_of_a_directory_are_served_together(run: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -192,6 +192,19 @@ def test_codes_do_not_become_floats_without_their_scale(tmp_path: Path) -> None:
     assert got["kernel"]["qvalue"].dtype == codes.dtype
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_message_says_what_the_adapter_can_do(tmp_path: Path, partial: bool) -> None:
+    """`missing=`, `extra=` and `rules=` are arguments of `treering.restore` alone."""
+    ckpt = _saved(tmp_path / "a", state=ocp.args.PyTreeSave({"w": jnp.ones(2)}))
+    target = {"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    args = ocp.args.PyTreeRestore(target, partial_restore=partial)
+    with pytest.raises(MismatchError, match="arrays in place of shapes, keeps those") as found:
+        items.restore_item(ckpt, "state", args)
+    assert [one.path for one in found.value.differences] == ["b"]
+    args = ocp.args.PyTreeRestore({**target, "b": jnp.zeros(3)}, partial_restore=True)  # as the message says
+    assert_same(items.restore_item(ckpt, "state", args), {"w": jnp.ones(2), "b": jnp.zeros(3)})
+
+
 def test_restore_args_say_the_kinds(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     made = {

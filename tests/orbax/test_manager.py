@@ -26,7 +26,7 @@ from jobs import run_job
 from treering import stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, UnsupportedError
 from treering.formats.orbax.run import unpublish
-from treering.orbax import policies
+from treering.orbax import policies, v1
 from treering.orbax.options import preservation_policy
 from treering.stores import file_io
 
@@ -259,6 +259,25 @@ def test_a_policy_of_the_user_sees_all_saved_steps(tmp_path: Path) -> None:
         with manager(tmp_path / name, save_decision_policy=policy) as ours:
             assert save(ours, 1, 2, 3) == [True] * 3
         assert seen == [[], [1], [1, 2]]
+
+
+@pytest.mark.parametrize("library", [ocp, real])
+def test_a_subclass_reads_what_the_manager_knows(tmp_path: Path, library: Any) -> None:
+    """Kauldron's subclass reads this private attribute for each list of steps."""
+
+    class Manager(library.CheckpointManager):
+        def all_steps(self, read: bool = False) -> list[int]:
+            return [one.step for one in self._checkpoints]
+
+    options = library.CheckpointManagerOptions(max_to_keep=2)
+    with Manager(tmp_path / "run", options=options) as manager:
+        for step in range(4):
+            manager.save(step, args=library.args.StandardSave(tree(step)))
+        assert manager.latest_step() == 3
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
+    with Manager(tmp_path / "run", options=options) as manager:
+        assert (manager.all_steps(), manager.latest_step()) == ([2, 3], 3)
 
 
 def test_a_save_that_ends_while_the_steps_are_listed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,6 +537,23 @@ def test_metadata_and_metrics(tmp_path: Path) -> None:
     assert tr.open(tmp_path).metrics == {"acc": 0.5}
     with real.CheckpointManager(tmp_path) as theirs:
         assert theirs.metadata().custom_metadata == {"version": 2}
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 0.5, "eval": {"acc": 0.9}, "note": "x"}, 0.5, [0.5]])
+def test_without_best_fn_any_metrics_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture, metrics: Any) -> None:
+    """Orbax drops them then."""
+    with ocp.CheckpointManager(tmp_path / "ours") as ours, real.CheckpointManager(tmp_path / "theirs") as theirs:
+        for step in (1, 2):
+            assert ours.save(step, metrics=metrics, args=ocp.args.StandardSave(tree(step)))
+            assert theirs.save(step, metrics=metrics, args=real.args.StandardSave(tree(step)))
+        assert ours.metrics(2) == ({"loss": 0.5} if isinstance(metrics, dict) else None)
+    assert "are not saved: eval, note" in caplog.text or not isinstance(metrics, dict)
+    assert "only numbers by name" in caplog.text
+    best = Options(best_fn=lambda found: found["loss"])
+    with ocp.CheckpointManager(tmp_path / "best", options=best) as ours, pytest.raises(ValueError, match="metrics"):
+        ours.save(1, metrics=metrics, args=ocp.args.StandardSave(tree()))
+    with v1.training.Checkpointer(tmp_path / "v1") as ours, pytest.raises(ValueError, match="metrics"):  # Orbax saves.
+        ours.save(1, tree(), metrics=metrics)
 
 
 # Options

@@ -503,6 +503,69 @@ def test_a_handler_may_use_the_handler_of_trees(tmp_path: Path, write: str) -> N
     assert ocp.handlers.JsonHandler().is_handleable({"a": [1]}) and not ocp.handlers.JsonHandler().is_handleable({1})
 
 
+class NamedFile(Counter):
+    """An object whose file has a name that the state of an iterator, or a value of JSON, has too."""
+
+    file = ""
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        async def write() -> None:
+            ((await directory.await_creation()) / self.file).write_text(json.dumps({"next_index": self.value}))
+
+        return write()
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        async def read() -> None:
+            self.value = json.loads((directory / self.file).read_text())["next_index"]
+
+        return read()
+
+
+class FileHandler(NoteHandler):
+    """A handler whose file has such a name."""
+
+    file = ""
+
+    async def save(self, directory: Any, checkpointable: Note) -> Awaitable[None]:
+        saver = NamedFile(int(checkpointable.text))
+        saver.file = self.file
+        return await saver.save(directory)
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Note]:
+        async def read() -> Note:
+            return Note(str(json.loads((directory / self.file).read_text())["next_index"]))
+
+        return read()
+
+
+@pytest.mark.parametrize("file", ["process_0-of-1.json", "data.json", "metadata"])
+@pytest.mark.parametrize("writer", ["treering", "orbax", "orbax itself"])
+def test_files_that_look_like_others_belong_to_their_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, file: str
+) -> None:
+    monkeypatch.setattr(NamedFile, "file", file)
+    monkeypatch.setattr(FileHandler, "file", file)
+
+    def context(library: Any, **options: Any) -> Any:
+        made = library.Context(**options)
+        made.checkpointables.registry = library.handlers.local_registry()
+        made.checkpointables.registry.add(FileHandler)
+        return made
+
+    given = {"object": NamedFile(5), "note": Note("7"), "model": {"w": jnp.ones(2)}}
+    library = real if writer == "orbax itself" else ocp
+    with context(library, **({} if library is real else {"write": writer})):
+        library.save_checkpointables(tmp_path / "a", given)
+    with context(ocp):
+        for abstract in (None, AbstractNote()):
+            loaded = NamedFile(0)
+            found = ocp.load_checkpointables(tmp_path / "a", {"object": loaded, "note": abstract, "model": None})
+            assert found["object"] is loaded and loaded.value == 5
+            assert found["note"] == Note("7")
+            assert_same(found["model"], {"w": np.ones(2, np.float32)})
+        assert isinstance(ocp.checkpointables_metadata(tmp_path / "a").metadata["note"], AbstractNote)
+
+
 def test_a_running_event_loop_is_no_obstacle(tmp_path: Path) -> None:
     import asyncio
 

@@ -161,9 +161,9 @@ def test_a_path_of_no_known_format_says_why_each_refuses(tmp_path: pathlib.Path)
     (tmp_path / "x.bin").write_bytes(b"\x00" * 100)
     with pytest.raises(UnsupportedError) as caught:
         tr.open(tmp_path / "x.bin")
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 1 + len(formats.names())
-    assert all(f"  {name}: " in line for name, line in zip(formats.names(), lines[1:], strict=True))
+    names = [name for name in formats.names() if name not in ("orbax", "dcp", "levanter")]  # which are folders
+    lines = str(caught.value).splitlines()[1:]
+    assert all(f"  {name}: " in line for name, line in zip(names, lines, strict=True)), lines
     with pytest.raises(NotFoundError):
         tr.convert(tmp_path / "nothing", tmp_path / "y")
 

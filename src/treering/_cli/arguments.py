@@ -1,6 +1,7 @@
 """Parses the arguments of the command line: sizes, times, subsets, steps, policies and renames."""
 
 import datetime
+import difflib
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -195,7 +196,17 @@ class Keep(click.ParamType):
                 return keep.best(int(parts[0]), ":".join(parts[1:-1]), parts[-1])  # type: ignore[arg-type]
         except (ValueError, OverflowError, click.BadParameter) as error:
             raise click.BadParameter(f"{value!r}: {error}. {KEEP}", ctx, param) from None
-        raise click.BadParameter(f"{value!r}. {KEEP}", ctx, param)
+        raise click.BadParameter(f"{value!r}{_policy_hint(value)}. {KEEP}", ctx, param)
+
+
+def _policy_hint(text: str) -> str:
+    """Returns the end of a message that says what a policy lacks, or how it is written."""
+    kind, separator, rest = re.fullmatch("([a-z]*)([:= ]*)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    if similar := difflib.get_close_matches(kind, ("last", "every", "best", "size", "steps"), n=1):
+        if kind == "best" and separator == ":" and rest.count(":") == 1:
+            return f": expected {text}:min or {text}:max"
+        return f": expected {similar[0]}:{rest or 'N'}"
+    return f": expected last:{text}" if text.isdecimal() else ""
 
 
 def _interval(text: str) -> int | datetime.timedelta:

@@ -139,6 +139,10 @@ def _run(arguments: list[str], debug: bool) -> int:
             named = [one for one in command.params if error.option_name in one.opts and one.nargs > 1]
             more = "".join(f" Expected {error.option_name} {one.metavar}." for one in named)
             error = click.BadOptionUsage(error.option_name, error.message + more, error.ctx)
+        elif isinstance(error, click.NoSuchOption) and error.option_name == "--step":
+            is_list = error.ctx is not None and error.ctx.command.name == "ls"
+            instead = "`treering show` has it" if is_list else "PATH may be a step, such as RUN/step-00001000"
+            error = click.UsageError(f"No such option '--step'; {instead}", error.ctx)
         elif isinstance(error, click.UsageError) and re.search(r"unexpected extra arguments? \(.*\d\)", error.message):
             options = [] if error.ctx is None else error.ctx.command.params
             if step := next((one for one in options if one.opts[0] in ("--step", "--steps")), None):

@@ -2,12 +2,15 @@
 
 import contextlib
 import logging
+import os
+import socket
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
+from .._printable import safe
 from .arguments import MAX_EXPANSION, PREFIX, STEP
 from .output import PATH, as_json, say, say_json
 
@@ -22,12 +25,16 @@ if TYPE_CHECKING:
 def view(path: str, port: int | None) -> None:
     """Show a checkpoint or runs in the browser. Open the URL that it prints. PATH is of any format.
 
-    It serves PATH to this machine only, until Ctrl-C. The URL has a random token, and nothing is written.
+    It serves PATH to this machine only, until Ctrl-C. The URL has a random token, and nothing is written. Over SSH it
+    also prints the command that makes the URL open on your own machine.
     """
     from .._tools.view import Served, ViewServer
 
     with _each_once(), ViewServer(Served(path), port or 0) as server:
         say(server.url)
+        if "SSH_CONNECTION" in os.environ:
+            port, here = server.server_port, socket.gethostname()
+            say(f"to open it on your own machine, run there: ssh -N -L {port}:127.0.0.1:{port} {safe(here)}", err=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
 

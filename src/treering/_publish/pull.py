@@ -11,6 +11,7 @@ from .. import stores
 from .._restore.checkpoint import Checkpoint
 from .._run import new_run
 from .._run.open import open_checkpoint
+from .._run.run_layout import located_steps
 from .._save.save import save
 from ..errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 from .follower import read_versions
@@ -45,18 +46,18 @@ def pull(
     if version is not None:
         yield _written(root, target, open_checkpoint(root, step=version))
         return
+    store = stores.get(root)
+    if not (watch or store.list(root)):
+        raise NotFoundError(f"{root}: expected a version, found nothing{new_run.suggest_path(store, root)}")
     found = None
-    for found in read_versions(root, None, timeout if watch else 0):
-        yield _written(root, target, found.ckpt)
-        if not watch:
-            return
+    if watch or located_steps(store, root):
+        for found in read_versions(root, None, timeout if watch else 0):
+            yield _written(root, target, found.ckpt)
+            if not watch:
+                return
     if found is None:
-        store = stores.get(root)
-        if not store.list(root):
-            raise NotFoundError(f"{root}: expected a version, found nothing{new_run.suggest_path(store, root)}")
-        raise NotFoundError(
-            f"{root}: expected a version that can be read, found none{new_run.suggest_run(store, root)}"
-        )
+        meant = new_run.suggest_run(store, root)
+        raise NotFoundError(f"{root}: expected a version that can be read, found none{meant}")
 
 
 def _written(root: str, target: str, ckpt: Checkpoint) -> tuple[int, bool]:

@@ -65,12 +65,13 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
     others: dict[int, StepPath] = {}
     yielded: dict[int, object] = {}
     waiting_since = time.monotonic()
+    begin = "" if timeout == 0 else "waits for the first step"
     with reading(run):
-        if timeout != 0 and not store.list(run):
-            meant = new_run.suggest_path(store, run)
-            _log.warning("%s: there is nothing yet; waits for the first step%s", run, meant)
-        elif timeout != 0 and not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
-            _log.warning("%s: waits for the first step%s", run, meant)
+        if not store.list(run):
+            said = ("there is nothing yet", begin, new_run.suggest_path(store, run).removeprefix("; "))
+            _log.warning("%s: %s", run, "; ".join(filter(None, said)))
+        elif not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
+            _log.warning("%s: %s%s", run, begin or "there is no step", meant)
     for poll in itertools.count():
         with reading(run):
             # Before the listing, which is then complete.

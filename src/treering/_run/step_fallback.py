@@ -145,6 +145,9 @@ def detect_or_explain(store: Store, place: str) -> formats.Format:
                     f"{found}"
                 ) from None
             raise NotFoundError(str(error)) from None
+        above = new_run.parent(place)
+        if above and summary.stat_manifest(store, above):
+            raise UnsupportedError(f"{place}: it belongs to the checkpoint {above}; open that") from None
         raise
 
 

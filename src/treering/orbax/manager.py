@@ -1,5 +1,6 @@
 """`CheckpointManager`, with the calls of Orbax: saves the steps of a run, keeps some of them, and restores them."""
 
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -10,7 +11,9 @@ from typing import Any, Self
 
 import treering as tr
 
+from .._core.leaf_paths import join_names
 from .._processes.coordinator import is_multi_process
+from .._pytree.devices import encode_metrics
 from ..errors import MismatchError
 from . import items as items_module
 from . import multihost
@@ -63,7 +66,7 @@ class CheckpointManager:
         self._last_begun: CheckpointInfo | None = None
         self._unchecked: int | None = None  # the step of the last save, until a later call looks if it succeeded
         self._steps: list[int] | None = None  # those at the last look; None after a change
-        self._has_logged_skip = False
+        self._has_logged_skip = self._has_logged_metrics = False
         # `should_save` is asked at every step, so it looks at no directory. A process that sees the disk of its peers
         # late must not decide otherwise than they do.
         self._latest = self.latest_step() if options.read_only else agree(f"steps of {directory!r}", self.latest_step)
@@ -149,11 +152,12 @@ class CheckpointManager:
         if decides_alike(policy):  # It needs only the number of the latest step, so no directory is listed.
             known = [] if self._latest is None else [dataclasses.replace(now, step=self._latest)]
             return policy.should_save(now, known, context=context)
-        decide = lambda: bool(policy.should_save(now, self._infos(), context=context))  # noqa: E731
+        decide = lambda: bool(policy.should_save(now, self._checkpoints, context=context))  # noqa: E731
         return agree(f"should_save({self._run.directory!r}, {step})", decide)
 
-    def _infos(self) -> list[CheckpointInfo]:
-        """Returns the valid steps and the one that is being saved, ascending."""
+    @property
+    def _checkpoints(self) -> list[CheckpointInfo]:
+        """The valid steps and the one that is being saved, ascending. Subclasses of Orbax's manager read this name."""
         begun = self._last_begun if self._run.is_saving else None  # asked first: the save may end before the listing
         infos = {one.step: one for one in self._run.infos()}
         if begun is not None:
@@ -178,7 +182,8 @@ class CheckpointManager:
     ) -> bool:
         """Saves a step if `should_save` says so, or in any case with `force`. Returns True if it is saved.
 
-        metrics: numbers by name, which are saved with every step. custom_metadata: JSON values by name.
+        metrics: numbers by name, which are saved with every step. Without `best_fn` others are left out, which is
+            logged. custom_metadata: JSON values by name.
 
         Raises `StepAlreadyExistsError` (a `ValueError`) for a step that exists, `MismatchError` for arguments that do
         not fit, and the error of the save before.
@@ -202,16 +207,32 @@ class CheckpointManager:
         if self._best is not None and metrics is None:
             _log.warning("%s: step %d has no metrics, and best_fn needs them", self._run.directory, step)
         tree = self._items.tree(args, for_orbax=self._run.writes_orbax)
-        saved = None if self._options.prevent_write_metrics else metrics
+        saved = None if self._options.prevent_write_metrics else self._metrics_to_save(metrics)
         metadata = items_module.custom_metadata(args, custom_metadata)
         self._run.save(step, tree, force=True, metrics=saved, metadata=metadata)
         self._steps = None
-        self._last_begun = CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(metrics or {}))
+        self._last_begun = CheckpointInfo(step, datetime.datetime.now(datetime.UTC), dict(saved or {}))
         self._unchecked = step
         self._latest_before, self._latest = self._latest, max(step, -1 if self._latest is None else self._latest)
         if not self._options.enable_async_checkpointing or self._items.is_synchronous:
             self.wait_until_finished()
         return True
+
+    def _metrics_to_save(self, metrics: Any) -> Any:
+        """Returns the metrics, without `best_fn` only those that are numbers: Orbax drops all of them then."""
+        if metrics is None or self._best is not None:
+            return metrics
+        given = metrics if isinstance(metrics, Mapping) else {"metrics": metrics}
+        found: dict[str, Any] = {}
+        for name, value in given.items() if given is metrics else ():
+            with contextlib.suppress(MismatchError):
+                encode_metrics({name: value})
+                found[name] = value
+        if (rest := tuple(str(name) for name in given if name not in found)) and not self._has_logged_metrics:
+            self._has_logged_metrics = True
+            text = "%s: metrics that are not saved: %s; expected only numbers by name"
+            _log.warning(text, self._run.directory, join_names(rest))
+        return found
 
     def wait_until_finished(self) -> None:
         """Waits until every save is committed, and superfluous steps are deleted. Raises the error of a failed save."""

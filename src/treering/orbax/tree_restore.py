@@ -290,6 +290,12 @@ def restore_leaf(part: Checkpoint, item: Any, restore_args: Any) -> Any:
     return restore_by(part, None, lambda path, leaf, entry: leaves.by_args(entry, entry, restore_args))
 
 
+_KEEPS_MISSING = (
+    "  in treering.orbax: partial_restore=True (version 1: partial_load=True), and a target with arrays in place of "
+    "shapes, keeps those that the checkpoint lacks; the other arguments are those of treering.restore"
+)
+
+
 def restore_by(
     part: Checkpoint,
     item: Any,
@@ -320,7 +326,11 @@ def restore_by(
             like, missing="template" if partial else "error", extra="ignore" if partial else "error", dtype="template"
         )
     except MismatchError as error:
-        raise (LeafNotFoundError(*error.args) if missing else error) from None
+        if not missing:
+            raise
+        found = LeafNotFoundError(f"{error.args[0]}\n{_KEEPS_MISSING}")
+        found.differences = error.differences
+        raise found from None
     if missing:
         _log.warning(
             "%s: leaves that the checkpoint lacks stay as they are in the target: %s", part.path, join_names(missing)

@@ -84,10 +84,8 @@ def describe(store: Store, path: str, opens: Callable[[str], bool]) -> str | Non
         if found is None:
             return None
         if found.is_file:
-            if what := _describe_file(store, path):
-                return f"it is {what}"
-            above = posixpath.dirname(path)
-            return f"it belongs to the checkpoint {above}; open that" if above and opens(above) else None
+            what = _describe_file(store, path)
+            return f"it is {what}" if what else None
         if not found.is_folder:
             return None
         return _describe_folder(store, path, opens)

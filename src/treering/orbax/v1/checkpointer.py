@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from ... import formats, stores
+from ..._pytree.devices import encode_metrics
 from ...errors import CorruptError, UnsupportedError
 from ..errors import StepAlreadyExistsError, UnsupportedValueError, warn_unused
 from ..manager import CheckpointManager
@@ -135,6 +136,7 @@ class Checkpointer(StepReader):
         args = check_names(checkpointables)
         if not force and not overwrite and self._manager._is_new(step) and not self._manager.should_save(step):
             return None  # A loop calls this at every step, so no directory is listed.
+        encode_metrics(metrics)  # Orbax saves them, so those that a checkpoint cannot have are an error.
         exists = self._exists(step, "save")
         if exists and not overwrite:
             raise StepAlreadyExistsError(f"{self._run.path(step)}: step {step} exists; pass overwrite=True")

@@ -24,8 +24,9 @@ _TREE_NAMES = (*UNNAMED_ITEMS[True], *UNNAMED_ITEMS[False], "AUTO", None)  # nam
 
 
 class ItemPart(NamedTuple):
-    """A checkpointable. Either `tree` is its tree, or `files` are those that a handler wrote, or `directory` has them.
+    """A checkpointable. `tree` is its tree, or `files` are those that a handler wrote.
 
+    In Orbax's format `directory` has the files of either: those of a handler may look like the files of a tree.
     saved_by: the name of the class of the handler.
     """
 
@@ -46,7 +47,7 @@ class CheckpointContents:
         self.path = stores.absolute_run(place.path if isinstance(place, Checkpoint) else place)
         safetensors = context.checkpoint_layout is CheckpointLayout.SAFETENSORS
         self.ckpt: Checkpoint | None = None
-        self._own: dict[str, str | None] = {}  # the items of Orbax's format that handlers of programs wrote
+        self._folders: dict[str, str | None] = {}  # the items of Orbax's format, and the classes that wrote them
         try:
             if opened is None or safetensors:
                 opened = open_checkpoint(self.path, format="safetensors" if safetensors else None)
@@ -55,8 +56,8 @@ class CheckpointContents:
         except NotFoundError as error:
             raise InvalidLayoutError(str(error)) from None
         except UnsupportedError as error:
-            self._own = own_items(self.path, None)
-            if not self._own:
+            self._folders = item_folders(self.path, None)
+            if not self._folders:
                 raise InvalidLayoutError(str(error)) from error
         else:
             accepts_all = context.checkpoint_layout is not CheckpointLayout.ORBAX
@@ -67,8 +68,11 @@ class CheckpointContents:
                 )
             if self.ckpt.step is not None and posixpath.dirname(self.ckpt.path) == self.path and not safetensors:
                 raise InvalidLayoutError(f"{self.path}: expected a checkpoint, found a run; give the path of a step")
-            self._own = own_items(self.path, self.ckpt) if self.ckpt.format == "orbax" else {}
+            self._folders = item_folders(self.path, self.ckpt) if self.ckpt.format == "orbax" else {}
         self._names = None if self.ckpt is None else items.item_names(self.ckpt)
+        level = "" if self.ckpt is None else getattr(self.ckpt._source, "level", "")
+        self._own = [name for name in self._folders if name not in (*(self._names or ()), level)]
+        self._only = level or STATE  # the name of an only tree
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,15 +80,15 @@ class CheckpointContents:
         if self.ckpt is None:
             return tuple(self._own)
         if self._names is None:
-            return (getattr(self.ckpt._source, "level", "") or STATE, *self._own)
+            return (self._only, *self._own)
         return tuple(dict.fromkeys([*self._names, *self._own]))
 
     def part(self, name: str | None) -> ItemPart:
         """Returns a checkpointable. Raises `NoCheckpointableError`, which is a `KeyError`, if there is none."""
         if name in self._own:
-            return ItemPart(directory=posixpath.join(self.path, name), saved_by=self._own[name])
+            return self._typed(None, name)
         if self.ckpt is not None and self._names is None and name in (*_TREE_NAMES, *self.names):
-            return self._typed(self.ckpt)
+            return self._typed(self.ckpt, self._only)
         if name is not None and name == deleted_item(stores.get(self.path), self.path):
             raise InvalidLayoutError(
                 f"{self.path}: expected an item that stays, found {name}, whose deletion by Orbax is unfinished; "
@@ -92,7 +96,7 @@ class CheckpointContents:
             )
         if self.ckpt is None or self._names is None or name not in self._names:
             raise NoCheckpointableError(f"{self.path}: expected {name!r}, found {join_names(self.names) or 'none'}")
-        return self._typed(items.part_of(self.ckpt, name))
+        return self._typed(items.part_of(self.ckpt, name), name)
 
     def tree_name(self) -> str:
         """Returns the name of the tree that a load without a name takes: `state`, or the first one.
@@ -104,9 +108,10 @@ class CheckpointContents:
                 return name
         raise InvalidLayoutError(f"{self.path}: expected a tree, found {join_names(self.names)}")
 
-    def _typed(self, part: Checkpoint) -> ItemPart:
-        if not items.is_files(part):
-            return ItemPart(tree=part)
+    def _typed(self, part: Checkpoint | None, name: str) -> ItemPart:
+        if part is None or not items.is_files(part):
+            directory = posixpath.join(self.path, name) if name in self._folders else None
+            return ItemPart(tree=part, directory=directory, saved_by=self._folders.get(name))
         return ItemPart(files=part, saved_by=class_of_handler({name: part[name] for name in part if name == HANDLER}))
 
 
@@ -122,10 +127,10 @@ def tree_part(contents: CheckpointContents, name: Any) -> Checkpoint:
 _OF_ORBAX = ("metrics", "descriptor")  # items that Orbax writes for itself
 
 
-def own_items(path: str, ckpt: Checkpoint | None) -> dict[str, str | None]:
-    """Returns the names of the items, and of the classes of their handlers if these are recorded.
+def item_folders(path: str, ckpt: Checkpoint | None) -> dict[str, str | None]:
+    """Returns the names of the items with a folder, and of the classes of their handlers if these are recorded.
 
-    ckpt: the opened checkpoint, which has the other items; None if Treering reads none of them.
+    ckpt: the opened checkpoint; None if Treering reads none of its items.
     """
     store = stores.get(path)
     if store.stat(posixpath.join(path, CHECKPOINT)) is None:
@@ -140,7 +145,7 @@ def own_items(path: str, ckpt: Checkpoint | None) -> dict[str, str | None]:
     handlers = listed if isinstance(listed, dict) else {}
     found: dict[str, str | None] = {}
     for name in store.list(path):
-        if name in (*(names or ()), level, deleted, *_OF_ORBAX) or name.startswith(".") or UNFINISHED in name:
+        if name in (deleted, *_OF_ORBAX) or name.startswith(".") or UNFINISHED in name:
             continue
         there = store.stat(posixpath.join(path, name))
         if there is None or not there.is_folder:

@@ -130,11 +130,11 @@ def plain(abstract: Any) -> Any:
 
 
 def _load(name: str, part: ItemPart, abstract: Any, context: Context) -> Any:
-    if part.tree is not None:
-        if abstract is not None and state_methods.is_iterator(type(abstract)):
-            return items.restore_iterator(part.tree, abstract)
-        return load_tree(part.tree, abstract, context)
+    if part.tree is not None and abstract is not None and state_methods.is_iterator(type(abstract)):
+        return items.restore_iterator(part.tree, abstract)
     handler = handler_of(name, part, abstract, context)
+    if part.tree is not None and handler is None and not _loads_itself(part, abstract):
+        return load_tree(part.tree, abstract, context)
     if part.files is not None:
         return registry.load_files(part.files.restore(), handler, abstract)
     assert part.directory is not None
@@ -142,16 +142,23 @@ def _load(name: str, part: ItemPart, abstract: Any, context: Context) -> Any:
 
 
 def handler_of(name: str, part: ItemPart, abstract: Any, context: Context) -> Any:
-    """Returns the handler that loads a checkpointable; None if an object loads itself.
+    """Returns the handler that loads a checkpointable; None if an object loads itself, or it is loaded as a tree.
 
     Raises `NoEntryError`, which is a `KeyError`, if a handler wrote it and none is registered that fits.
     """
-    found = registry.handler_to_load(context.checkpointables.registry, name, abstract, part.saved_by)
+    handlers = context.checkpointables.registry
+    if part.tree is not None:
+        return registry.handler_on_record(handlers, name, abstract, part.saved_by) if part.directory else None
+    found = registry.handler_to_load(handlers, name, abstract, part.saved_by)
     if found is None and part.saved_by is not None and not isinstance(abstract, registry.StatefulCheckpointable):
         raise NoEntryError(
             f"{name}: expected a registered handler such as {part.saved_by}, which saved it, found none that fits"
         )
     return found
+
+
+def _loads_itself(part: ItemPart, abstract: Any) -> bool:
+    return part.directory is not None and isinstance(abstract, registry.StatefulCheckpointable)
 
 
 def metadata(path: Path, checkpointable_name: str | None = "AUTO") -> CheckpointMetadata[Any]:
@@ -247,11 +254,13 @@ def _abstract(source: Source, entry: Entry) -> Any:
 
 
 def _part_metadata(name: str, part: ItemPart, context: Context) -> Any:
-    if part.tree is not None:
-        return tree_metadata(part.tree)
-    handler = registry.handler_to_load(context.checkpointables.registry, name, None, part.saved_by)
+    handlers = context.checkpointables.registry
+    if part.tree is None:
+        handler = registry.handler_to_load(handlers, name, None, part.saved_by)
+    else:
+        handler = handler_of(name, part, None, context)
     if handler is None:
-        return None
+        return None if part.tree is None else tree_metadata(part.tree)
     if part.files is not None:
         return registry.metadata_of_files(part.files.restore(), handler)
     assert part.directory is not None

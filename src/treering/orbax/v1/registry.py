@@ -196,16 +196,27 @@ def handler_to_load(registry: Any, name: str, abstract: Any, saved_by: str | Non
 
     saved_by: the name of the class that saved them.
     """
+    found = handler_on_record(registry, name, abstract, saved_by)
+    if found is None and abstract is not None:
+        found = _able(registry, lambda handler: _can_load(handler, abstract))
+    return found or _named(registry, name)
 
-    def is_able(handler: Any) -> bool:
-        return abstract is None or bool(handler.is_abstract_handleable(abstract))
 
-    named = make_handler(registry.get(name)) if registry.has(name) and _is_own(registry.get(name)) else None
+def handler_on_record(registry: Any, name: str, abstract: Any, saved_by: str | None) -> Any:
+    """Returns the handler of your own that is registered for a name, or that has saved it, if it is able to load it."""
     saver = next((make_handler(one) for one in _own(registry) if saved_by in _typestrs(registry, one)), None)
-    for handler in (named, saver):
-        if handler is not None and is_able(handler):
+    for handler in (_named(registry, name), saver):
+        if handler is not None and (abstract is None or _can_load(handler, abstract)):
             return handler
-    return (_able(registry, is_able) if abstract is not None else None) or named
+    return None
+
+
+def _named(registry: Any, name: str) -> Any:
+    return make_handler(registry.get(name)) if registry.has(name) and _is_own(registry.get(name)) else None
+
+
+def _can_load(handler: Any, abstract: Any) -> bool:
+    return bool(handler.is_abstract_handleable(abstract))
 
 
 def _able(registry: Any, is_able: Callable[[Any], bool]) -> Any:

@@ -76,7 +76,7 @@ class StepReader:
         """The steps of the run and the one that is being saved, ascending, as of the last save or `reload`."""
         if self._is_changing:
             self._is_changing = self._run.is_saving
-            self._known = [self._described(one) for one in self._manager._infos()]
+            self._known = [self._described(one) for one in self._manager._checkpoints]
         return list(self._known)
 
     def _described(self, info: CheckpointInfo) -> CheckpointMetadata[None]:
