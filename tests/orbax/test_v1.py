@@ -843,6 +843,12 @@ def test_all_processes_use_one_step(tmp_path: Path) -> None:
         assert one.report == [known, [True] * 3, *errors, [True] * 2, [True, False]], one.output
 
 
+@pytest.mark.parametrize("sent", ["text", 2**70, np.arange(3, dtype=">i4"), np.datetime64("2020-01-01")])
+def test_one_process_broadcasts_anything(sent: Any) -> None:
+    found, wanted = (one.broadcast_one_to_all({"x": sent})["x"] for one in (v0.multihost, real_v0.multihost))
+    assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
+
+
 @pytest.mark.slow
 def test_a_broadcast_keeps_every_bit(tmp_path: Path) -> None:
     """JAX broadcasts by a sum in types of 32 bits, which changes large integers and the sign of zeros."""

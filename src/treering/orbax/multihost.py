@@ -93,6 +93,8 @@ def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
     import numpy as np
     from jax.experimental import multihost_utils
 
+    if process_count() == 1:
+        return multihost_utils.broadcast_one_to_all(in_tree, is_source=is_source)
     leaves, structure = jax.tree.flatten(in_tree)
     arrays = [np.asarray(leaf) for leaf in leaves]
     jax.eval_shape(lambda *arrays: None, *arrays)  # It refuses text and objects, as JAX's broadcast does.
