@@ -549,7 +549,7 @@ def test_combine_function_gets_complete_arrays(layers: pathlib.Path, tmp_path: p
     ]:
         with pytest.raises(MismatchError, match=message):
             tr.open(layers).apply([rule])
-    with pytest.raises(MismatchError, match=r"combine.*expected a dtype, found 'float99'"):
+    with pytest.raises(MismatchError, match=r"combine.*expected a dtype, such as bfloat16 or int8, found 'float99'"):
         rules.combine(["embed"], "x", product, dtype="float99")
     wrong = tr.open(layers).apply([rules.combine(["layers/0/kernel", "layers/0/bias"], "x", product)])
     with pytest.raises(
@@ -623,7 +623,7 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.rename(r"layers/\d+/", "layers/")], "two leaves would be called 'layers/"),
         (lambda: [rules.transpose("embed", (0, 2))], "does not have the axes"),
         (lambda: [rules.reshape("embed", (7, -1))], r"\[5, 6\] cannot become \[7, -1\]"),
-        (lambda: [rules.cast("embed", "float99")], "cast.*: expected a dtype, found 'float99'"),
+        (lambda: [rules.cast("embed", "float99")], "cast.*: expected a dtype, such as bfloat16 or int8, found 'float99'"),
         (lambda: [rules.cast("embed", object)], "cast.*dtype object; pickled objects are never written"),
         (lambda: [rules.cast("step", "float32")], "step is not an array but a int"),
         (lambda: [rules.transpose("key", (0,))], r"key: an array of shape \[\] does not have the axes"),
@@ -1016,3 +1016,12 @@ def test_errors_about_keys_and_copies_name_the_rule_that_helps(replicated: Any) 
         tr.restore(path, like={**state, "rng": jax.random.key(0)}, rules=taken)
     with pytest.raises(MismatchError, match=r"w: expected key.*only typed keys become typed keys\n"):
         tr.restore(path, like={**state, "params": {"w": jax.random.key(0)}}, rules=taken)
+
+
+@pytest.mark.parametrize("empty", [np.ones(2), {"": np.ones(2)}, {"a": np.ones(2)}])
+def test_what_has_no_name_can_be_dropped(tmp_path: pathlib.Path, empty: Any) -> None:
+    """The path of an empty name at the root is that of the root."""
+    tr.save(tmp_path / "a", {"": empty, "x": np.zeros(3)})
+    first = next(path for path in tr.open(tmp_path / "a") if path != "x")
+    tr.convert(tmp_path / "a", tmp_path / "b", rules=[tr.rules.drop(first)])
+    assert list(tr.restore(tmp_path / "b")) == ["x"]

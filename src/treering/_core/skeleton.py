@@ -270,7 +270,7 @@ def rebuild_tree(
             known[path] = node
         else:
             leaves.append(path)
-    with_leaves = places(leaves)
+    with_leaves = {*places(leaves), *(path.partition("/")[0] for path in leaves)}  # An empty name has the root's path.
     origins = _origins(sources)
     guessed: list[str] = []
     empty: dict[str, str] = {}  # old paths of empty containers by their new paths
