@@ -623,7 +623,10 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.rename(r"layers/\d+/", "layers/")], "two leaves would be called 'layers/"),
         (lambda: [rules.transpose("embed", (0, 2))], "does not have the axes"),
         (lambda: [rules.reshape("embed", (7, -1))], r"\[5, 6\] cannot become \[7, -1\]"),
-        (lambda: [rules.cast("embed", "float99")], "cast.*: expected a dtype, such as bfloat16 or int8, found 'float99'"),
+        (
+            lambda: [rules.cast("embed", "float99")],
+            "cast.*: expected a dtype, such as bfloat16 or int8, found 'float99'",
+        ),
         (lambda: [rules.cast("embed", object)], "cast.*dtype object; pickled objects are never written"),
         (lambda: [rules.cast("step", "float32")], "step is not an array but a int"),
         (lambda: [rules.transpose("key", (0,))], r"key: an array of shape \[\] does not have the axes"),
