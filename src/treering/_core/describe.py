@@ -93,15 +93,16 @@ def mismatch_error(
     what: str = "does not fit the template",
 ) -> MismatchError:
     """Returns the error about the differences between a checkpoint and a template. `likely` is their likely cause."""
-    known = list(found)
-    everything = {*template, *known}
+    known, wanted = list(found), set(template)
+    everything = {*wanted, *known}
+    unused = [path for path in known if path not in wanted] or known  # A leaf with another name is one of these.
     differences = [_without_shared_glob(one, everything) for one in differences]
     count = f"{len(differences):,} difference{'s' if len(differences) > 1 else ''}"
     lines = [f"{name}: the checkpoint {what}: {count}"]
     if likely:
         lines.append(f"  likely: {likely}")
     groups = list(_grouped(differences)) if len(differences) > _MAX_LINES else [[one] for one in differences]
-    lines += [f"  {_line(group, known, everything)}" for group in groups[:_MAX_LINES]]
+    lines += [f"  {_line(group, unused, everything)}" for group in groups[:_MAX_LINES]]
     if rest := sum(map(len, groups[_MAX_LINES:])):
         lines.append(f"  and {rest:,} more; the error's `differences` has all of them")
     error = MismatchError("\n".join(lines))

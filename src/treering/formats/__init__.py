@@ -259,7 +259,10 @@ def for_path(path: str, name: str | None) -> Format:
             raise named.only_read(path)
         return named
     all_formats = [_registered.get(n) or get(n) for n in names()]
-    suffixes = {suffix: format for format in all_formats for suffix in format.suffixes}
+    suffixes: dict[str, Format] = {}
+    for format in all_formats:
+        for suffix in format.suffixes:
+            suffixes.setdefault(suffix, format)  # No format of a package takes the suffix of another.
     if found := next((format for suffix, format in suffixes.items() if path.endswith(suffix)), None):
         return found
     if ending := next((ending for ending in _ONLY_READ if path.endswith(ending)), None):
