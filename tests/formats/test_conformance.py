@@ -160,6 +160,7 @@ class TestZarr(FormatConformance):
     empty = False
     fields = ()
     numbers_are_arrays = True
+    most_memory = 256 << 20  # 64 MiB of TensorStore's cache, as much that is being read, and as much that is written
 
     def make(self, path: Path, tree: Any, **options: Any) -> None:
         flat_tree = walk.flatten_tree(tree)
