@@ -192,7 +192,8 @@ def _calls(flat_tree: FlatTree, entries: Mapping[str, Entry], found: Origins) ->
     in_the_way = [path for path in entries if path in leaves and path not in first and not is_absent(entries[path])]
     globs = _globs(in_the_way, entries)
     moves = {there: path for there, path in first.items() if there != path}
-    there = [path for path in entries if path not in set(in_the_way)]
+    passed = set(in_the_way)
+    there = [path for path in entries if path not in passed]
     changes = renames(moves, there, first, leaves, _MAX_CALLS)
     copies = {path: first[there] for path, there in found.sources.items() if first[there] != path}
     copied = _copies(copies, [first.get(path, path) for path in there])
