@@ -179,8 +179,8 @@ def _compare(catalogue: Catalogue, messages: Sequence[Any]) -> tuple[int | None,
     single = dict(pair for remote in remotes for pair in remote)
     for process, remote in enumerate(remotes):
         expected = {leaf: owner for leaf, owner in single.items() if owner != process}
-        if dict(remote) != expected:
-            leaf = next(leaf for leaf in single if dict(remote).get(leaf) != expected.get(leaf))
+        if (found := dict(remote)) != expected:
+            leaf = next(leaf for leaf in single if found.get(leaf) != expected.get(leaf))
             raise MismatchError(
                 f"{catalogue.entries[leaf].path}: expected the same array in every process; some processes have it on "
                 f"the devices of process {single[leaf]} alone, process {process} does not"
