@@ -190,6 +190,12 @@ def test_other_arguments(runs: pathlib.Path, treering: Any, call: str, said: str
     assert found.code in (2, 3) and said in found.err and "warning" not in found.err, found.err
 
 
+def test_a_run_may_have_the_name_of_a_page(runs: pathlib.Path, treering: Any) -> None:
+    (runs / "gpt").rename(runs / "gpt.html")
+    found = treering("report", "runs/gpt.html", "--output", "runs/page.html")
+    assert found.code == 0 and (runs / "page.html").is_file(), found.err
+
+
 @pytest.mark.parametrize("text", ["1_000", "9" * 20, "9" * 5000, f"{(1 << 53) + 1}"])
 def test_no_step_is_guessed_of_other_numbers(runs: pathlib.Path, treering: Any, text: str) -> None:
     found = treering("pin", "runs/gpt", text)

@@ -118,7 +118,7 @@ def report(
     from .._tools.report import find_several
     from .._tools.report import report as write
 
-    if page := next((one for one in runs if one.endswith(".html") and "://" not in one), None):
+    if page := next((one for one in runs if one.endswith(".html") and not ("://" in one or os.path.isdir(one))), None):
         raise click.UsageError(f"{page}: expected a run, found the name of a page; --output {page} names it")
     if (leaves or compare) and find_several(runs, prefix):
         raise click.UsageError("expected --leaves and --compare for one run, found several runs")
