@@ -80,7 +80,7 @@ def ls(
     columns = {"step": "step", "saved": "created", "size": "nbytes"}
     chosen = _chosen(listing.path, [vars(row) for row in listing.rows], columns, metrics, sort, last)
     listing = dataclasses.replace(listing, rows=tuple(Row(**row) for row in chosen))
-    rows = [{**_row_fields(row), "latest": row.step == listing.latest} for row in listing.rows]
+    rows = [_row_fields(row, listing.latest) for row in listing.rows] if json_ or csv_ else []
     if json_:
         about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.archived, "steps": rows}
         about |= {"closed": listing.closed, "tier": listing.tier, "survives": listing.survives}
@@ -361,10 +361,9 @@ def _best_step(run: str, best: tuple[str, str], prefix: str | None) -> int:
     return step
 
 
-def _row_fields(row: "Row") -> dict[str, Any]:
-    fields = dataclasses.asdict(dataclasses.replace(row, emptied=None, saved=None))
-    del fields["emptied"], fields["saved"]
-    return {**fields, "created": utc_time(row.created)}
+def _row_fields(row: "Row", latest: int | None) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(row).items() if name not in ("emptied", "saved")}
+    return {**fields, "created": utc_time(row.created), "latest": row.step == latest}
 
 
 def _sent(row: "Row") -> list[str]:

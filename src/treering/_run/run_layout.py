@@ -81,10 +81,14 @@ def list_step_names(store: Store, run: str, prefix: str | None = None) -> list[t
     Raises `MismatchError` if the long names have several prefixes.
     """
     with store.glance(run):
-        with reading(run):
-            names = store.list(run)
-        is_step = functools.cache(functools.partial(is_committed, store, run))
-        return [(step, name) for step, name in _candidates(store, run, names, prefix, is_step) if is_step(name)]
+        return list(_newest_first(store, run, prefix))[::-1]
+
+
+def _newest_first(store: Store, run: str, prefix: str | None) -> Iterator[tuple[int, str]]:
+    with reading(run):
+        names = store.list(run)
+    is_step = functools.cache(functools.partial(is_committed, store, run))
+    return (named for named in reversed(_candidates(store, run, names, prefix, is_step)) if is_step(named[1]))
 
 
 def _candidates(
@@ -140,8 +144,9 @@ def _short_named_steps(store: Store, run: str, names: Sequence[str]) -> list[tup
 
 def find_prefix(store: Store, run: str) -> str:
     """Returns the text before the numbers in the names of a run's steps; see `list_step_names`."""
-    found = list_step_names(store, run)
-    return found[0][1].rstrip("0123456789") if found else DEFAULT_PREFIX
+    with store.glance(run):
+        _, newest = next(_newest_first(store, run, None), (0, DEFAULT_PREFIX))
+    return newest.rstrip("0123456789")
 
 
 def _named_steps(names: Sequence[str], prefix: str) -> list[tuple[int, str]]:

@@ -171,8 +171,8 @@ def list_run(
         tier = _tier(store, place)
         known_names = {os.path.basename(row.path) for row in rows}
         not_listed = () if is_chosen else tuple(new_run.other_checkpoints(store, place, known_names))
-        linked = _run.find_links(store, place)
-        rows = [dataclasses.replace(row, linked_by=linked.get(os.path.basename(row.path), ())) for row in rows]
+        if linked := _run.find_links(store, place):
+            rows = [dataclasses.replace(row, linked_by=linked.get(os.path.basename(row.path), ())) for row in rows]
     if keep:
         for n in reversed(range(len(rows))):
             if rows[n].state != "good":
