@@ -61,6 +61,7 @@ def safetensors_layout(text: str) -> tuple[str, int, bool]:
     raise UnsupportedError(f"dtype {text}")
 
 
+@functools.lru_cache(maxsize=512)
 def compute_dtype(dtype: "np.dtype[Any]") -> "type[np.float64 | np.complex128]":
     """Returns the type in which to compute with numbers of a dtype. It also knows the dtypes of ml_dtypes."""
     import numpy as np

@@ -83,6 +83,7 @@ class Diff:
 
 
 @hide_internal_frames
+@devices.allow_transfers()
 def diff(a: Any, b: Any) -> Diff:
     """Compares two trees leaf by leaf and bit by bit. Each is a path, a `Checkpoint` or a live pytree.
 
@@ -149,7 +150,7 @@ def _compare_leaves(a: Entry, x: Any, b: Entry, y: Any) -> str | ValueChange | N
     difference, equal = _Comparison(), list[Box]()
     for box in slice_boxes(a.shape, dtypes.itemsize(a.dtype), _SLICE_BYTES):
         p, q = _bits(x, box), _bits(y, box)
-        if difference.is_empty and np.array_equal(_as_bytes(p), _as_bytes(q)):
+        if difference.is_empty and (_as_bytes(p) == _as_bytes(q)).all():
             equal.append(box)
             continue
         for earlier in equal:
@@ -265,7 +266,6 @@ def _finite_max(values: np.ndarray) -> float:
     return float(np.max(values, initial=0.0, where=np.isfinite(values)))
 
 
-@devices.allow_transfers()
 def _bits(source: Any, box: Box) -> np.ndarray:
     """Returns the values of a box as a contiguous little-endian array of one axis."""
     import jax
