@@ -160,10 +160,12 @@ class _Search:
             for end in suffixes(path):
                 has_voted = False
                 for found in by_end.get(end, ())[:_MAX_CANDIDATES]:
+                    if not self.fits(path, found):
+                        continue
                     heads = found[: len(found) - len(end)], path[: len(path) - len(end)]
                     if heads not in likely:
                         likely[heads] = may_be_levels(*heads)
-                    if likely[heads] and self.fits(path, found) and self.states.may_become(found, path):
+                    if likely[heads] and self.states.may_become(found, path):
                         votes[heads][path] = found
                         has_voted = True
                 if has_voted:  # Shorter ends have less in common with the path.
