@@ -119,6 +119,18 @@ def test_deleting_takes_the_manifest_first(tmp_path: pathlib.Path, use_disk) -> 
     assert os.listdir(tmp_path) == []
 
 
+def test_arrays_of_a_stale_save_stay_until_a_commit(tmp_path: pathlib.Path) -> None:
+    """In a store without locks it may only be suspended, before it replaces the manifest that is there."""
+    tr.save(tmp_path / "c", {"x": np.ones(3)})
+    left, arrays = (
+        tmp_path / "c" / name for name in ("treering.json.a1b2c3.tmp", "arrays-a1b2c3-00000-of-00001.safetensors")
+    )
+    left.touch()
+    arrays.touch()
+    assert removal.revoke_stale_saves(stores.Filesystem(Disk()), str(tmp_path / "c")) == [arrays.name]
+    assert arrays.exists() and not left.exists()
+
+
 WRITER = """
     import sys, threading, numpy as np, treering as tr
     from treering import stores
