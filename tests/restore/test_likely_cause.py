@@ -467,7 +467,7 @@ def test_closest_suggestion_may_leave_a_difference(tmp_path: pathlib.Path) -> No
     assert line.endswith("at='params', which leaves 1 of the 81")
     with pytest.raises(MismatchError, match="1 difference\n  new: expected"):
         tr.restore(tmp_path / "c", like, **suggested_without_rest(caught.value))
-    with pytest.raises(MismatchError, match="found none of them.*at='params', which leaves 1 of the 41"):
+    with pytest.raises(MismatchError, match=r"found none of them.*at='params', which leaves 1 of the 41"):
         tr.restore(tmp_path / "c", like, **LENIENT)
 
 
