@@ -518,6 +518,26 @@ def test_a_bucket_takes_a_request_for_each_object(tmp_path: pathlib.Path) -> Non
             assert [round(getattr(taken, what) / 2 / OBJECT_BYTES, 2) for what in ("hashed", "copied")] == [1, 1]
 
 
+def test_a_directory_in_a_bucket_is_listed_once(tmp_path: pathlib.Path) -> None:
+    """Each run of one step, and each checkpoint, takes a request for its manifest; copies take few more."""
+    store = _Requests(tmp_path / "bucket")
+    with stores.using(KeyValueStore(store), "counted"):
+
+        def requests(*arguments: str) -> int:
+            store.requests.clear()
+            main([*arguments])
+            return sum(store.requests.values())
+
+        for n, name in itertools.product(range(8), ("runs-8/run{n}/step-00000001", "checkpoints-8/c{n}")):
+            tr.save(f"counted://bucket/{name.format(n=n)}", {"w": np.ones(4)})
+            if n < 4:
+                tr.save(f"counted://bucket/{name.format(n=n).replace('-8', '-4')}", {"w": np.ones(4)})
+        for each, command in ((1, ["ls"]), (0, ["du"]), (5, ["cp", f"{tmp_path}/copy", "--dry-run"])):
+            for what in ("runs", "checkpoints"):
+                few, many = (requests(command[0], f"counted://bucket/{what}-{n}", *command[1:]) for n in (4, 8))
+                assert many - few <= each * 4, (command[0], what, few, many)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, False], ids=["mapped", "read"])
 def test_each_byte_is_gone_through_once(paths: Iterator[str], mmap: bool | None) -> None:

@@ -59,23 +59,24 @@ def ls(
     from .._tools.runs_folder import RunsFolder, scan_runs_folder
 
     check_one_format(json_, csv_)
-    try:
-        listing = list_run(run, union(keep), prefix)
-    except NotFoundError:
-        place = stores.absolute(run)
-        store = stores.get(place)
-        folder = scan_runs_folder(store, place, None, prefix) or RunsFolder(runs_in(store, place), [], [])
-        if not (folder.runs or folder.checkpoints) or (not folder.runs and numbered_steps(store, place)):
-            raise  # The error names the prefix of steps.
-        if folder.runs:
-            lines = [_run_fields(one, union(keep), best, prefix) for one in folder.runs]
-            others = [one.removeprefix(f"{place}/") for one in [*folder.checkpoints, *folder.folders_below]]
-        elif best or keep:
-            found = "expected a run or a directory of runs with --best or --keep, found a directory of checkpoints"
-            raise click.UsageError(f"{place}: {found}") from None
-        else:
-            lines, others = [_checkpoint_fields(one) for one in folder.checkpoints], []
-        return _ls_folder(place, lines, others, best, metrics, sort, last, csv_=csv_, json_=json_)
+    place = stores.absolute(run)
+    store = stores.get(place)
+    with store.glance(place):
+        try:
+            listing = list_run(run, union(keep), prefix)
+        except NotFoundError:
+            folder = scan_runs_folder(store, place, None, prefix) or RunsFolder(runs_in(store, place), [], [])
+            if not (folder.runs or folder.checkpoints) or (not folder.runs and numbered_steps(store, place)):
+                raise  # The error names the prefix of steps.
+            if folder.runs:
+                lines = [_run_fields(one, union(keep), best, prefix) for one in folder.runs]
+                others = [one.removeprefix(f"{place}/") for one in [*folder.checkpoints, *folder.folders_below]]
+            elif best or keep:
+                found = "expected a run or a directory of runs with --best or --keep, found a directory of checkpoints"
+                raise click.UsageError(f"{place}: {found}") from None
+            else:
+                lines, others = [_checkpoint_fields(one) for one in folder.checkpoints], []
+            return _ls_folder(place, lines, others, best, metrics, sort, last, csv_=csv_, json_=json_)
     first = best_in(listing, *best) if best else None
     columns = {"step": "step", "saved": "created", "size": "nbytes"}
     chosen = _chosen(listing.path, [vars(row) for row in listing.rows], columns, metrics, sort, last)
@@ -398,12 +399,14 @@ def du(path: str, depth: int, json_: bool) -> int:
     from .._tools.listing import DiskUsage
 
     place = stores.absolute(path)
-    usage = DiskUsage(stores.get(place))
-    if _has_runs(stores.get(place), place):
-        root, parts = place, _parts_of_folder(place, usage)
-        total = sum(size for _, size in parts)
-    else:
-        root, parts, total = _parts_of_checkpoint(path, depth)
+    store = stores.get(place)
+    usage = DiskUsage(store)
+    with store.glance(place):
+        if _has_runs(store, place):
+            root, parts = place, _parts_of_folder(store, place, usage)
+            total = sum(size for _, size in parts)
+        else:
+            root, parts, total = _parts_of_checkpoint(path, depth)
     if json_:
         shown = [{"path": name, "nbytes": size} for name, size in parts]
         about = {"path": root, "nbytes": total, "parts": shown, "closed": usage.closed}
@@ -434,27 +437,23 @@ def _has_runs(store: "Store", place: str) -> bool:
         return True
 
 
-def _parts_of_folder(place: str, usage: "DiskUsage") -> list[tuple[str, int]]:
+def _parts_of_folder(store: "Store", place: str, usage: "DiskUsage") -> list[tuple[str, int]]:
     """Returns the bytes of each folder in a directory of steps or runs, and of all its files together.
 
     Folders that this process may not read are left out; `usage.closed` has them.
     """
-    from .. import stores
-
-    store = stores.get(place)
     parts: list[tuple[str, int]] = []
     files = 0
-    with store.glance(place):
-        for name in sorted(store.list(place)):
-            path = posixpath.join(place, name)
-            before = len(usage.closed)
-            size = usage.count(path)
-            if path in usage.closed[before:]:
-                continue
-            if (found := store.stat(path)) and found.is_file:
-                files += size
-            else:
-                parts.append((name, size))
+    for name in sorted(store.list(place)):
+        path = posixpath.join(place, name)
+        before = len(usage.closed)
+        size = usage.count(path)
+        if path in usage.closed[before:]:
+            continue
+        if (found := store.stat(path)) and found.is_file:
+            files += size
+        else:
+            parts.append((name, size))
     return [*parts, *([("(files)", files)] if files else [])]
 
 

@@ -213,24 +213,25 @@ def copy_checkpoints(
     if source_store is target_store and source_store.real_path(path) == target_store.real_path(to):
         raise MismatchError(f"{to}: expected a target other than the source, found the source itself")
     done = CopyResult()
-    single = summary.stat_manifest(source_store, path) is not None
-    if single:
-        if steps or prefix is not None:
-            meant = new_run.suggest_run(source_store, path)
-            raise MismatchError(f"{path}: expected a run to choose steps from, found one checkpoint{meant}")
-        pairs, run, prefix = (
-            [CheckpointCopy(source_store, path, target_store, to)],
-            external_writes.enclosing_run(target_store, to),
-            _run.DEFAULT_PREFIX,
-        )
-    else:
-        names = _names_to_copy(source_store, path, steps, prefix, done)
-        if prefix is None and not steps:
-            _warn_of_others(source_store, path)
-        paths = [(posixpath.join(path, name), posixpath.join(to, name)) for name in names]
-        pairs = [CheckpointCopy(source_store, one, target_store, other) for one, other in paths]
-        prefix, run = _run.find_prefix(source_store, path) if prefix is None else prefix, to
-        check_target(target_store, to, prefix)
+    with source_store.glance(path):
+        single = summary.stat_manifest(source_store, path) is not None
+        if single:
+            if steps or prefix is not None:
+                meant = new_run.suggest_run(source_store, path)
+                raise MismatchError(f"{path}: expected a run to choose steps from, found one checkpoint{meant}")
+            pairs, run, prefix = (
+                [CheckpointCopy(source_store, path, target_store, to)],
+                external_writes.enclosing_run(target_store, to),
+                _run.DEFAULT_PREFIX,
+            )
+        else:
+            names = _names_to_copy(source_store, path, steps, prefix, done)
+            if prefix is None and not steps:
+                _warn_of_others(source_store, path)
+            paths = [(posixpath.join(path, name), posixpath.join(to, name)) for name in names]
+            pairs = [CheckpointCopy(source_store, one, target_store, other) for one, other in paths]
+            prefix, run = _run.find_prefix(source_store, path) if prefix is None else prefix, to
+            check_target(target_store, to, prefix)
     if run is not None:
         external_writes.check_no_writer(target_store, run)
     same: dict[CheckpointCopy, bool | None] = {}

@@ -149,9 +149,9 @@ def list_run(
     """
     place = stores.absolute(path)
     store = stores.get(place)
-    check_run(store, place, prefix)
     is_chosen = prefix is not None
     with store.glance(place):
+        check_run(store, place, prefix)
         prefix = prefix if prefix is not None else _run.find_prefix(store, place)
         steps = StepCatalog(store, place, _run.RunLayout(prefix))
         own = steps.committed()
