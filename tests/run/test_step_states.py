@@ -265,13 +265,16 @@ class World:
         self.epoch += 1
         self.epoch_is_open, self.writers = not self.manifests(self.remote), {0}
 
+    def empty(self, disk: str) -> None:
+        shutil.rmtree(self.path(disk), ignore_errors=True)
+        self.lives[disk] += 1
+
     def disturb(self) -> None:
         """Does to disks, clocks and the remote tier what may happen between jobs."""
         event = self.random.choice(["", "", "", "", "clock", "clock", "empty disk", "empty remote", "no generations"])
         if event == "empty disk":
             disk = self.random.choice(self.names)
-            shutil.rmtree(self.path(disk), ignore_errors=True)
-            self.lives[disk] += 1
+            self.empty(disk)
             event += f" {disk}"
         elif event in ("empty remote", "no generations") and os.path.exists(f"{self.remote}/generations.json"):
             if event == "empty remote":
@@ -572,6 +575,7 @@ def test_replacement_cut_short_leaves_a_step() -> None:
 
 
 LOST = "generations are lost"
+EMPTY = "empty"
 
 
 @pytest.mark.parametrize(
@@ -586,6 +590,8 @@ LOST = "generations are lost"
         [("a", ["save", "save", "upload"]), ("b", ["delete"]), ("a", [])],
         # A disk of an abandoned branch has a step with the number of the deleted one.
         [("cb", ["save"]), ("d", ["save"]), ("bdc", ["delete"])],
+        # A disk has a part of an incomplete version of the deleted step, which only the remote tier has.
+        [("ab", ["save", "upload"]), ("ab", ["overwrite"]), ("b", EMPTY), ("ba", ["delete"])],
     ],
 )
 def test_known_sequences(events: list[Any]) -> None:
@@ -594,8 +600,11 @@ def test_known_sequences(events: list[Any]) -> None:
         for event in events:
             if event == LOST:
                 world.lose_generations()
+                continue
+            disks, plan = event
+            if plan == EMPTY:
+                world.empty(disks)
             else:
-                disks, plan = event
                 world.job(disks, plan, 0, True)
 
 

@@ -84,12 +84,12 @@ class HostGroup:
         self._begun = None
         self.missing.clear()
 
-    def is_of_run(self, step: int, path: str) -> bool:
+    def is_of_run(self, path: str) -> bool:
         """Returns True if a step on the disk of this host belongs to the run, and its files are on disks of the job."""
         if self._begun is None:
             return True
         identity = host_files.identity(self._local.store, path)
-        return step not in self.missing and self._begun.get(posixpath.basename(path)) == identity
+        return self._begun.get(posixpath.basename(path)) == identity
 
     def claim_together(self, call: Call, claim: Callable[[], bool]) -> bool:
         """Claims the run on all disks before anything is changed. Returns False if `claim` does in process 0."""

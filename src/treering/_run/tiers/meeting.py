@@ -90,7 +90,7 @@ class Meeting:
     def run(self, call: Call, *, leads: bool) -> tuple[dict[str, str], set[int]]:
         """Runs the meeting in all processes.
 
-        Returns the names and identities of the run's steps, and the steps that are missing.
+        Returns the names and identities of the run's steps, without those that are missing, and the latter.
         """
         local = self._local
         report = local.report() if leads else None
@@ -153,7 +153,8 @@ class Meeting:
             for name in names
             if (step := self._step(name)) is not None and self._remote_identity(name) != self._verdict.steps[name][0]
         }
-        return [{name: identity for name, (identity, _) in self._verdict.steps.items()}, sorted(self._missing)]
+        steps = {name: one for name, (one, _) in self._verdict.steps.items() if self._step(name) not in self._missing}
+        return [steps, sorted(self._missing)]
 
     def _log_abandoned(self) -> None:
         retired = self._verdict.retired

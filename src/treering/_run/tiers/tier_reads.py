@@ -259,7 +259,7 @@ class TierReads:
         """Returns the local steps that belong to the run, and their paths."""
         own = self.local.steps.committed()
         if self.host_group:
-            return {step: path for step, path in own.items() if self.host_group.is_of_run(step, path)}
+            return {step: path for step, path in own.items() if self.host_group.is_of_run(path)}
         if not own or self._claimed:
             return own
         if self._is_heir():
