@@ -44,6 +44,12 @@ def elastic() -> Any:
     return iter(grain.experimental.ElasticIterator(grain.MapDataset.range(1000), 8, grain.sharding.NoSharding()))
 
 
+def packed() -> Any:
+    """An iterator whose state has tuples, as a state in memory; and no document is left over after three sequences."""
+    documents = grain.MapDataset.range(1000).map(lambda n: {"tokens": np.full((4, 1, 3, 2)[n % 4], n)})
+    return iter(grain.experimental.ConcatThenSplitIterDataset(documents.to_iter_dataset(), length_struct={"tokens": 5}))
+
+
 class Counter:
     """An iterator whose state is bytes, which may or may not be JSON."""
 
@@ -66,6 +72,7 @@ KINDS = {
     "dataset": dataset,
     "loader": loader,
     "elastic": elastic,
+    "packed": packed,
     "text": lambda: Counter("position {}"),
     "number": lambda: Counter("{}"),
 }

@@ -23,6 +23,7 @@ from .._shared.reader import attempts
 
 STATE = re.compile(r"process_(\d{1,9})-of-(\d{1,9})(?:\.\w+)?")
 _GRAIN = "grain"  # the library whose handlers write such files
+_SPLIT = {"parent_state", "remainder_slices", "elements_from_buffer_after_checkpoint"}  # ConcatThenSplitIterDataset
 HANDLER = "grain._src.python.checkpoint.handler.CheckpointHandler"
 HANDLERS = ("CheckpointHandler", "PyGrainCheckpointHandler", "GrainCheckpointHandler")  # classes of Grain and MaxText
 
@@ -88,13 +89,24 @@ def _read(store: Store, path: str) -> tuple[Any, Types]:
         what = "only 0s" if data else "an empty file"
         raise CorruptError(f"{path}: expected the state of an iterator, found {what}")
     try:
-        return encode_state(json.loads(data))
+        return encode_state(json.loads(data, object_hook=_with_tuples))
     except ValueError as error:
         if data.lstrip()[:1] in (b"{", b"["):
             raise CorruptError(f"{path}: expected JSON, because it begins so: {error}") from None
     except (RecursionError, UnsupportedError):
         pass  # JSON that is not the state of an iterator
     return encode_state(data)
+
+
+def _with_tuples(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a part of a state with the tuples that Grain's JSON has as lists.
+
+    The iterator compares them with a tuple that means "nothing". With a list, it leaves out the next document.
+    """
+    if state.keys() == _SPLIT and isinstance(slices := state["remainder_slices"], dict):
+        pairs = {key: tuple(pair) if isinstance(pair, list) else pair for key, pair in slices.items()}
+        return {**state, "remainder_slices": pairs}
+    return state
 
 
 def refused(entry: Entry) -> str | None:
