@@ -461,6 +461,10 @@ def test_ls_shows_what_is_asked_for(tmp_path: pathlib.Path, treering: Any) -> No
         (4, {"loss": 0.3, "lr": 0.001}), (1, {"loss": 0.5, "lr": 0.001}),
     ]  # fmt: skip
     assert [row["step"] for row in treering("ls", run, "--sort", "loss", "--json").json["steps"]] == [5, 3, 2, 4, 1]
+    lines = treering("ls", run, "--sort", "loss", "--json").json["steps"]
+    assert [row["step"] for row in lines if row["latest"]] == [5]
+    assert not any(row["latest"] for row in found["steps"])  # The latest step is not among the lines.
+    assert "latest" not in treering("ls", run, "--sort", "loss", "--last", 2).out
     found = treering("ls", run, "--best", "loss:min")
     assert " free\n" in found.out and "best" in found.out.splitlines()[2]
     assert "found acc, loss, lr; the closest name is loss\n" in treering("ls", run, "--sort", "los").err
