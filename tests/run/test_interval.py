@@ -167,15 +167,15 @@ def test_auto_interval_in_a_real_loop(tmp_path: pathlib.Path, caplog: pytest.Log
 
 
 def test_a_save_that_fails_does_not_end_it(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "run").write_text("in the way")
+    (tmp_path / "above").write_text("in the way")
     with (
         pytest.raises(tr.errors.SaveError),
-        tr.Checkpointer(tmp_path / "run", save_every="auto", on_error="log") as ckpts,
+        tr.Checkpointer(tmp_path / "above" / "run", save_every="auto", on_error="log") as ckpts,
     ):
         for step in range(3):
             ckpts.save(step, {"w": np.zeros(3)})
             time.sleep(0.05)
-        (tmp_path / "run").unlink()
+        (tmp_path / "above").unlink()
         ckpts.save(3, {"w": np.zeros(3)})
         ckpts.wait()
         assert ckpts.steps == [3]

@@ -156,13 +156,13 @@ class StepSaver:
             return status, place, host_changes and host_changes.orders(), waited
 
     def _look(self) -> None:
-        """Logs similar steps and runs, once, if the run has no steps.
+        """Logs similar steps and runs, once, if the run has no steps. Raises `MismatchError` if it can be no run.
 
         Does nothing with a local tier, or in a bucket, where it takes requests.
         """
         if self.has_looked or self._directory.uploads or not self._directory.steps.store.has_folders:
             return
-        with contextlib.suppress(MismatchError, UnsupportedError):  # `restore_or_init` raises these.
+        with contextlib.suppress(UnsupportedError):  # `restore_or_init` raises it.
             resume.has_steps(self._directory)  # called for what it logs
         self.has_looked = True
 
