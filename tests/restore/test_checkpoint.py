@@ -105,12 +105,12 @@ def test_a_key_that_is_no_text_is_an_error_of_a_mapping(ckpt: Any, key: Any) -> 
 
 def test_an_attribute_that_is_a_part_names_the_call(ckpt: Any, tmp_path: pathlib.Path) -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'params'; in Treering: ckpt\.at\('params'\)$"):
-        ckpt.params
+        _ = ckpt.params
     tr.save(tmp_path / "one", {"w": np.ones(3)})
     with pytest.raises(AttributeError, match=r"no attribute 'w'; in Treering: ckpt\['w'\]$"):
-        tr.open(tmp_path / "one").w
-    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
-        ckpt.nothing
+        _ = tr.open(tmp_path / "one").w
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = ckpt.nothing
     assert copy.copy(ckpt).at("params").path == ckpt.path and not hasattr(ckpt, "__array__")
 
 
