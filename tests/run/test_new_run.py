@@ -44,7 +44,7 @@ def test_a_checkpoint_or_a_file_is_no_run_for_a_save(tmp_path: pathlib.Path) -> 
     _save(tmp_path / "run", 1)
     step = tmp_path / "run" / "step-00000001"
     tr.save(tmp_path / "one", init())
-    with pytest.raises(MismatchError, match="expected a run, found step 1 of the run .*run; pass the run"):
+    with pytest.raises(MismatchError, match=r"expected a run, found step 1 of the run .*run; pass the run"):
         _save(step, 2)
     with pytest.raises(MismatchError, match="one: expected a run, found a checkpoint of the format 'treering'"):
         _save(tmp_path / "one", 2)
