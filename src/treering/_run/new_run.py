@@ -102,7 +102,10 @@ def suggest_run(store: Store, root: str) -> str:
     if above and summary.stat_manifest(store, above):
         return f"; it belongs to the checkpoint {above}"
     found = [*_checkpoints_within(store, root), *_archived_steps(store, root), *_runs_within(store, root)]
-    return "".join(f"; {one}" for one in found or _runs_around(store, root) or _runs_within(store, root, levels=2))
+    found = found or _runs_around(store, root) or _runs_within(store, root, levels=2)
+    if not found and formats.is_known(store, root):  # a folder with a checkpoint of one file, and perhaps others
+        return f"; `treering show {root}` reads it"
+    return "".join(f"; {one}" for one in found)
 
 
 def suggest_path(store: Store, path: str) -> str:
