@@ -70,7 +70,8 @@ def convert(
     """Write the checkpoint SOURCE as TARGET, in any format. The memory that it takes is bounded.
 
     With --format orbax, all steps of a run become the directory of a CheckpointManager; the exit code is 1 if damaged
-    ones are left behind. Rules are applied in the order drop, rename. It refuses a TARGET in a run that a job writes.
+    ones are left behind. Rules are applied in the order drop, rename. It refuses to write a step of a run that a job
+    writes.
     """
     from .. import formats, stores
     from .. import rules as r

@@ -55,10 +55,10 @@ def prune(
 ) -> int:
     """Delete the steps of a RUN that no KEEP keeps. It first reads the newest valid step, which always stays.
 
-    KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h.
-    Pinned, damaged and unfinished steps stay, and so do links, steps that links lead to, and other libraries' steps.
-    A damaged step of which only the manifest is left is deleted, unless --to is given. In a directory of runs it prunes
-    each, and --to is a directory of runs, too.
+    KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), size:BYTES, or steps:N,N,…; TIME is as
+    in 12h, BYTES as in 50G. Pinned, damaged and unfinished steps stay, and so do links, steps that links lead to, and
+    other libraries' steps. A damaged step of which only the manifest is left is deleted, unless --to is given. In a
+    directory of runs it prunes each, and --to is a directory of runs, too.
     """
     from .. import stores
     from .._tools.runs_folder import scan_runs_folder
