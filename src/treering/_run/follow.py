@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from .. import stores
 from .._core.entries import step_number
 from .._core.leaf_paths import join_names
+from .._core.tracebacks import hide_internal_frames
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError
 from ..formats import StepPath
@@ -28,6 +29,7 @@ _POLL_SECONDS = 0.5  # seconds between listings of the run
 _LOOKED_AT_AGAIN = 8
 
 
+@hide_internal_frames
 def follow(
     run: str | os.PathLike[str], *, after: int | None = None, timeout: float | None = None, newest: bool = False
 ) -> Iterator[Checkpoint]:
