@@ -167,6 +167,8 @@ _SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # 
 _ALIASES = {"easylm": "fjformer"}
 # Endings that only these formats use. A folder of the native format with such a name would be taken for one of them.
 _ONLY_READ = {".npz": "npz", ".pt": "torch", ".pth": "torch", ".h5": "keras", ".keras": "keras"}
+# Files of these endings are never checkpoints. A directory of that name would surprise its reader.
+_OTHER_FILES = (".npy", ".pkl", ".pickle", ".tar", ".tgz", ".gz", ".zip", ".zst", ".json", ".csv", ".gguf", ".onnx")
 # Formats that are never detected, because files of another format may look like theirs.
 _UNDETECTED = {"t5x-without-zeros": "t5x:WITHOUT_ZEROS", "zarr": "zarr"}
 
@@ -272,6 +274,12 @@ def for_path(path: str, name: str | None) -> Format:
             "format, such as 'treering'"
         )
     ending = posixpath.splitext(path)[1]
+    if ending.lower() in _OTHER_FILES:
+        raise UnsupportedError(
+            f"{path}: expected a name for a format that can be written, found the ending {ending}, of a file that none "
+            "of them is; choose another ending, such as .safetensors, or name the format, such as 'treering', which "
+            "writes a directory"
+        )
     for similar in difflib.get_close_matches(ending.lower(), suffixes, n=1, cutoff=0.85):
         if abs(len(ending) - len(similar)) <= 2:
             raise UnsupportedError(
