@@ -450,6 +450,16 @@ def test_options_with_two_values_say_so(run: pathlib.Path, treering: Any) -> Non
         assert found.code == 2 and f"requires 2 arguments. Expected {names}." in found.err
 
 
+def test_a_run_without_steps_of_the_format_says_which_it_has(tmp_path: pathlib.Path, treering: Any) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, {"w": np.ones(3)})
+    found = treering("show", tmp_path / "run", "--format", "orbax")
+    assert found.code == 3
+    assert f"{tmp_path}/run: expected steps of the format 'orbax', found only steps of treering\n" in found.err
+    tr.save(tmp_path / "run" / "model.safetensors", {"w": np.ones(3)})
+    assert treering("show", tmp_path / "run", "--format", "safetensors").code == 0  # weights next to the steps
+
+
 def test_ls_shows_what_is_asked_for(tmp_path: pathlib.Path, treering: Any) -> None:
     run = tmp_path / "run"
     with tr.Checkpointer(run) as ckpts:

@@ -212,6 +212,15 @@ def test_an_ending_of_other_files_is_no_name_for_a_folder(tmp_path: Path, name: 
     assert tr.restore(tmp_path / name)["w"].tolist() == [1, 1]
 
 
+def test_a_misspelt_format_is_answered_with_the_closest(tmp_path: Path) -> None:
+    tr.save(tmp_path / "c", {"w": np.ones(2)})
+    said = r"format='Safetensor': expected 'safetensors', or another of 'treering', "
+    with pytest.raises(MismatchError, match=said):
+        tr.save(tmp_path / "d", {"w": np.ones(2)}, format="Safetensor")
+    with pytest.raises(MismatchError, match=said):
+        tr.open(tmp_path / "c", format="Safetensor")
+
+
 def test_an_unknown_format_lists_those_to_write(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"format='pickle': expected one of 'treering', .*'orbax'") as caught:
         tr.save(tmp_path / "c", {"w": np.ones(2)}, format="pickle")

@@ -238,9 +238,15 @@ def get(name: str) -> Format:
     if name not in _registered:
         _register_installed()
     if name not in _registered:
-        known = ", ".join(map(repr, [*names(), *_UNDETECTED]))
-        raise MismatchError(f"format={name!r}: expected one of {known}")
+        raise MismatchError(_unknown(name, [*names(), *_UNDETECTED]))
     return _registered[name]
+
+
+def _unknown(name: object, known: Sequence[str]) -> str:
+    """Returns the message about a name that is none of the known ones."""
+    similar = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7) if isinstance(name, str) else []
+    meant = f"{similar[0]!r}, or another" if similar else ""
+    return f"format={name!r}: expected {meant or 'one'} of {', '.join(map(repr, known))}"
 
 
 def for_path(path: str, name: str | None) -> Format:
@@ -256,7 +262,7 @@ def for_path(path: str, name: str | None) -> Format:
             named = get(name)
         except MismatchError:
             written = [one for one in [*names(), *_UNDETECTED] if not isinstance(get(one), ReadOnly)]
-            raise MismatchError(f"format={name!r}: expected one of {', '.join(map(repr, written))}") from None
+            raise MismatchError(_unknown(name, written)) from None
         if isinstance(named, ReadOnly):
             raise named.only_read(path)
         return named
