@@ -704,7 +704,7 @@ def test_cp_copies_runs_between_disks_and_buckets(run: str, tmp_path: pathlib.Pa
     assert len(found["copied"]) == 4 and found["there"] == []
     assert tr.Checkpointer("memory://bucket/run").pinned == [1]
     again = treering("cp", run, "memory://bucket/run")
-    assert again.out == "0 checkpoints copied, 0 B; 4 are there already (sizes checked, contents not read)\n"
+    assert again.out == "0 checkpoints copied, 0 B of arrays; 4 are there already (sizes checked, contents not read)\n"
     back = tmp_path / "back"
     assert treering("cp", "memory://bucket/run", back).code == 0
     for step in (1, 2, 3, 4):

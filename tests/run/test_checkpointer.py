@@ -283,7 +283,7 @@ def test_metadata_of_a_step_goes_over_that_of_the_run(tmp_path: pathlib.Path, ru
 
 
 def test_metadata_that_is_not_json_is_refused_by_name(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"metadata\['f'\]: the type function is not JSON"):
+    with pytest.raises(UnsupportedError, match=r"metadata\['f'\]: a function is not JSON"):
         tr.Checkpointer(tmp_path, metadata={"f": lambda: 1})
     with tr.Checkpointer(tmp_path, metadata={"lr": 0.1}) as ckpts:
         with pytest.raises(UnsupportedError, match=r"metadata\['epoch'\]: a complex is not JSON"):

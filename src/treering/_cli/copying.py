@@ -214,7 +214,7 @@ def _say_copied(done: "CopyResult", overwrite: bool, dry_run: bool) -> None:
     names = f": {safe(', '.join(map(posixpath.basename, done.copied)))}" if dry_run and done.copied else ""
     unread = "" if overwrite else " (sizes checked, contents not read)"
     there = f"; {count(len(done.there), 'is', 'are')} there already{unread}" if done.there else ""
-    say(f"{count(len(done.copied), 'checkpoint')} {what}, {nbytes(done.nbytes)}{names}{there}")
+    say(f"{count(len(done.copied), 'checkpoint')} {what}, {nbytes(done.nbytes)} of arrays{names}{there}")
 
 
 @click.command()
