@@ -450,6 +450,14 @@ def test_options_with_two_values_say_so(run: pathlib.Path, treering: Any) -> Non
         assert found.code == 2 and f"requires 2 arguments. Expected {names}." in found.err
 
 
+def test_checkpoints_without_a_number_are_opened_by_path(tmp_path: pathlib.Path, treering: Any) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, {"w": np.ones(3)})
+    tr.save(tmp_path / "run" / "final", {"w": np.ones(3)})
+    found = treering("ls", tmp_path / "run")
+    assert found.err == "not listed: 1 checkpoint with other names (final); open them by their paths\n"
+
+
 def test_a_run_without_steps_of_the_format_says_which_it_has(tmp_path: pathlib.Path, treering: Any) -> None:
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         ckpts.save(1, {"w": np.ones(3)})

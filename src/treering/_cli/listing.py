@@ -92,11 +92,11 @@ def ls(
     else:
         _print_listing(listing, latest, first, all_metrics=metrics is None)
     if listing.not_listed and not json_:
-        names = join_names(listing.not_listed)
-        say(
-            f"not listed: {count(len(listing.not_listed), 'checkpoint')} with other names ({names}); use --prefix",
-            err=True,
-        )
+        names, many = join_names(listing.not_listed), count(len(listing.not_listed), "checkpoint")
+        # A name without a number is that of no step, whatever the prefix.
+        numbered = any(name[-1:].isdecimal() for name in listing.not_listed)
+        advice = "use --prefix" if numbered else "open them by their paths"
+        say(f"not listed: {many} with other names ({names}); {advice}", err=True)
     for path in listing.closed:
         say(f"not listed, because this user may not read it: {safe(path)}", err=True)
     return FAILED if listing.closed or any(row.state == "closed" for row in listing.rows) else 0
