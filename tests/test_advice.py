@@ -14,7 +14,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,7 @@ ELSEWHERE = {
     "mmap=True maps them": "restore/test_expansion.py::test_what_no_memory_can_hold_together_is_refused",
     "tr.rules.cast changes the dtype": "restore/test_restore.py::test_a_rule_makes_integers_of_another_dtype",
     "grow=[…] keeps": "restore/test_grown_parts.py::test_a_state_that_grows_comes_back_as_the_error_advises",
+    "not due; force=True saves it": "run/test_interval.py::test_a_loop_that_ends_with_an_unsaved_step_says_so",
     "grow= cannot make it": "restore/test_grown_parts.py::test_what_cannot_be_made_is_an_error_that_says_how_to_get_it",
     "Pass sharding='saved'": "restore/test_array_placement.py::test_spread_arrays_without_placement_are_named",
     "rules=[…] restores it": "formats/test_orbax_iterators.py::test_the_rule_that_an_error_names_takes_the_position",
@@ -258,11 +259,36 @@ def test_no_rule_is_proposed_that_would_change_another_leaf(tmp_path: Path) -> N
     assert "drop" not in said(lambda: tr.restore(tmp_path / "d", np.zeros(5))), "nothing would be left to restore"
 
 
-@case("missing=[…] takes that")
+@case("missing=[…]) takes what init() makes")
 def test_a_template_of_shapes(tmp_path: Path) -> None:
     tr.save(tmp_path / "c", {"k": 1})
     text = said(lambda: tr.restore(tmp_path / "c", jax.eval_shape(init)))
     assert same(tr.restore(tmp_path / "c", init(), **follow(text, "missing=[")), {"k": 1, "w": jnp.ones(2)})
+
+
+@case("it is jax.eval_shape(init)", "the path of a part: at=… chooses that")
+def test_a_template_that_is_no_state(tmp_path: Path) -> None:
+    """A function, a class or a path instead of the template is named, in a run as well."""
+    state = {"params": {"w": jnp.ones(2)}, "opt": jnp.zeros(3)}
+    tr.save(tmp_path / "c", state)
+    text = said(lambda: tr.restore(tmp_path / "c", init))
+    assert "likely: the template is a function" in text
+    like = follow(text, "jax.eval_shape", init=lambda: state)
+    assert same(tr.restore(tmp_path / "c", like), state)
+    assert "likely: the template is the class Pair, and not an object of it" in said(
+        lambda: tr.restore(tmp_path / "c", Pair)
+    )
+    text = said(lambda: tr.restore(tmp_path / "c", "params"))
+    assert same(tr.restore(tmp_path / "c", **follow(text, "at=")), {"w": np.ones(2, "f4")})
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, state)
+        assert "likely: the template is a function" in said(lambda: ckpts.restore(init))
+    assert "likely: the template is a text" not in said(lambda: tr.restore(tmp_path / "c", "other"))
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
 
 
 def init() -> Any:

@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -128,4 +129,18 @@ def test_a_union_keeps_what_any_of_its_parts_keeps() -> None:
 )
 def test_wrong_arguments(make: Any) -> None:
     with pytest.raises(MismatchError, match=r"keep\."):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: keep.size(5e9), "keep.size: expected an integer from 1, found 5000000000.0; write 5000000000\n"),
+        (lambda: keep.last("3"), "keep.last: expected an integer from 1, found '3'\n"),
+        (lambda: keep.steps([1, 2]), "keep.steps: expected integers, found [1, 2]; write keep.steps(*numbers)\n"),
+        (lambda: keep.best("loss", 1, "min"), "found 1; the order is keep.best(n, metric, mode)\n"),
+    ],
+)
+def test_errors_say_what_to_write(make: Any, said: str) -> None:
+    with pytest.raises(MismatchError, match=re.escape(said)):
         make()

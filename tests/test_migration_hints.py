@@ -29,6 +29,7 @@ def scope(tmp_path: pathlib.Path) -> Any:
         ckpts.save(3, STATE, metrics={"loss": 1.0})
         tr.save(tmp_path / "c", STATE)
         yield {
+            **{"metrics": {"loss": 0.5}, "publisher": tr.Publisher(tmp_path / "stream"), "version": 1, "stream": run},
             **{"tr": tr, "ckpts": ckpts, "ckpt": tr.open(run), "datetime": datetime, "run": run, "init": init},
             **{"path": tmp_path / "c", "state": STATE, "step": 3, "ocp": ocp},
         }
@@ -89,6 +90,10 @@ CALLED = [
     "tr.save(state, path)",
     "ckpts.save(state, 4)",
     "tr.restore(state, path)",
+    "tr.restore(path, template=state)",
+    "tr.record(run, {'loss': 0.5}, 3)",
+    "next(tr.follow_weights(state, run))",
+    "publisher.publish(state, 4)",
 ]
 
 

@@ -83,7 +83,8 @@ def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal[
     """
     _check_mode(mode, "keep.best: ")
     if not isinstance(metric, str):
-        raise MismatchError(f"keep.best: expected the name of a metric, found {metric!r}")
+        order = "; the order is keep.best(n, metric, mode)" if isinstance(n, str) else ""
+        raise MismatchError(f"keep.best: expected the name of a metric, found {metric!r}{order}")
     if unscored not in ("keep", "drop"):
         raise MismatchError(f"keep.best: expected unscored='keep' or 'drop', found {unscored!r}")
     return Policy((_Best(_check_count("best", n), metric, mode, unscored),))
@@ -103,6 +104,8 @@ def every(interval: int | datetime.timedelta) -> Policy:
 
 def steps(*numbers: int) -> Policy:
     """Keeps the given steps."""
+    if len(numbers) == 1 and isinstance(numbers[0], Iterable):
+        raise MismatchError(f"keep.steps: expected integers, found {numbers[0]!r:.100}; write keep.steps(*numbers)")
     return Policy((_Steps(frozenset(_check_count("steps", number, minimum=0) for number in numbers)),))
 
 
@@ -220,7 +223,8 @@ def _check_count(name: str, n: int, *, minimum: int = 1) -> int:
     except TypeError:
         number = minimum - 1
     if number < minimum:
-        raise MismatchError(f"keep.{name}: expected a number from {minimum}, found {n!r}")
+        meant = f"; write {int(n)}" if isinstance(n, float) and n.is_integer() and n >= minimum else ""
+        raise MismatchError(f"keep.{name}: expected an integer from {minimum}, found {n!r}{meant}")
     return number
 
 

@@ -268,7 +268,14 @@ def test_prune_asks_and_without_a_terminal_deletes_nothing(run: str, treering: A
 def test_wrong_policies_are_named_and_delete_nothing(run: str, treering: Any, keep: str) -> None:
     found = treering("prune", run, keep, "--yes")
     assert found.code == 2 and repr(keep) in found.err and "KEEP is last:N" in found.err
+    assert "int()" not in found.err
     assert tr.steps(run) == [1, 2, 3, 4]
+
+
+def test_the_help_of_prune_names_every_policy(treering: Any) -> None:
+    from treering._cli.arguments import KEEP
+
+    assert " ".join(KEEP.split()) in " ".join(treering("prune", "--help").out.split())
 
 
 def test_pins_are_those_of_the_run(run: str, treering: Any) -> None:
@@ -697,7 +704,7 @@ def test_cp_copies_runs_between_disks_and_buckets(run: str, tmp_path: pathlib.Pa
     assert len(found["copied"]) == 4 and found["there"] == []
     assert tr.Checkpointer("memory://bucket/run").pinned == [1]
     again = treering("cp", run, "memory://bucket/run")
-    assert again.out == "0 checkpoints copied, 0 B; 4 are there already (sizes checked, contents not read)\n"
+    assert again.out == "0 checkpoints copied, 0 B of arrays; 4 are there already (sizes checked, contents not read)\n"
     back = tmp_path / "back"
     assert treering("cp", "memory://bucket/run", back).code == 0
     for step in (1, 2, 3, 4):

@@ -72,6 +72,13 @@ def test_a_step_of_which_only_the_manifest_is_left_is_pruned(run: pathlib.Path, 
     assert tr.steps(run) == [2, 4] and not (run / "step-00000001").exists()
 
 
+def test_steps_of_another_library_are_said_to_stay(tmp_path: pathlib.Path, treering: Any) -> None:
+    for step in (1, 2):
+        tr.save(tmp_path / "run" / str(step), {"x": np.ones(3)}, format="orbax")
+    found = treering("prune", tmp_path / "run", "last:1", "--yes")
+    assert (found.code, found.out) == (0, "nothing to delete; never deleted: 2 steps of another library\n")
+
+
 def test_the_newest_step_may_be_of_another_library(run: pathlib.Path, treering: Any) -> None:
     tr.save(run / "7", {"x": np.arange(4000.0)}, format="orbax")
     assert treering("prune", run, "last:3", "--yes", "--json").json["verified"] == 7

@@ -135,9 +135,9 @@ def test_a_file_in_place_of_a_folder(runs: pathlib.Path, treering: Any) -> None:
         ("doctor runs/notes.txt", "expected a directory, found a file"),
     ):
         assert f"/runs/notes.txt: {said}\n" in treering(*call.split()).err
-    for place in (runs / "notes.txt", runs / "notes.txt" / "run"):
-        with pytest.raises(tr.errors.SaveError, match="expected a directory for the run, found a file there or above"):
-            tr.Checkpointer(place).save(1, {"w": np.ones(2)})
+    for place, kind in (("notes.txt", tr.errors.MismatchError), ("notes.txt/run", tr.errors.SaveError)):
+        with pytest.raises(kind, match="expected a directory for the run, found a file"):
+            tr.Checkpointer(runs / place).save(1, {"w": np.ones(2)})
 
 
 def test_a_file_of_no_format_is_said_in_a_few_lines(runs: pathlib.Path, treering: Any) -> None:

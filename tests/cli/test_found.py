@@ -450,6 +450,24 @@ def test_options_with_two_values_say_so(run: pathlib.Path, treering: Any) -> Non
         assert found.code == 2 and f"requires 2 arguments. Expected {names}." in found.err
 
 
+def test_checkpoints_without_a_number_are_opened_by_path(tmp_path: pathlib.Path, treering: Any) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, {"w": np.ones(3)})
+    tr.save(tmp_path / "run" / "final", {"w": np.ones(3)})
+    found = treering("ls", tmp_path / "run")
+    assert found.err == "not listed: 1 checkpoint with other names (final); open them by their paths\n"
+
+
+def test_a_run_without_steps_of_the_format_says_which_it_has(tmp_path: pathlib.Path, treering: Any) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, {"w": np.ones(3)})
+    found = treering("show", tmp_path / "run", "--format", "orbax")
+    assert found.code == 3
+    assert f"{tmp_path}/run: expected steps of the format 'orbax', found only steps of treering\n" in found.err
+    tr.save(tmp_path / "run" / "model.safetensors", {"w": np.ones(3)})
+    assert treering("show", tmp_path / "run", "--format", "safetensors").code == 0  # weights next to the steps
+
+
 def test_ls_shows_what_is_asked_for(tmp_path: pathlib.Path, treering: Any) -> None:
     run = tmp_path / "run"
     with tr.Checkpointer(run) as ckpts:
@@ -461,6 +479,10 @@ def test_ls_shows_what_is_asked_for(tmp_path: pathlib.Path, treering: Any) -> No
         (4, {"loss": 0.3, "lr": 0.001}), (1, {"loss": 0.5, "lr": 0.001}),
     ]  # fmt: skip
     assert [row["step"] for row in treering("ls", run, "--sort", "loss", "--json").json["steps"]] == [5, 3, 2, 4, 1]
+    lines = treering("ls", run, "--sort", "loss", "--json").json["steps"]
+    assert [row["step"] for row in lines if row["latest"]] == [5]
+    assert not any(row["latest"] for row in found["steps"])  # The latest step is not among the lines.
+    assert "latest" not in treering("ls", run, "--sort", "loss", "--last", 2).out
     found = treering("ls", run, "--best", "loss:min")
     assert " free\n" in found.out and "best" in found.out.splitlines()[2]
     assert "found acc, loss, lr; the closest name is loss\n" in treering("ls", run, "--sort", "los").err

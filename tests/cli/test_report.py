@@ -235,7 +235,7 @@ def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path:
     assert found["sorted"][0].startswith("layers/") and found["sorted"][0].endswith("/w")
     before, inside, crumbs = found["map"]
     assert inside < before == found["back"] and crumbs == ["all", "layers"]
-    assert found["compared"][3] == "300 %" and "are equal" in found["summary"][0]
+    assert found["compared"][3] == "300 %" and re.match("Leaves: [0-9]+ equal, ", found["summary"][0])
     assert "hacked" not in found["title"]
 
 
@@ -262,5 +262,24 @@ def test_runs_of_a_directory_are_one_report(run: pathlib.Path, treering: Any, tm
     with chromium.browser(tmp_path) as browser:
         page = browser.page(f"file://{tmp_path / 'report.html'}", width=400, dark=True)
         assert page.run("document.querySelector('.chart').querySelectorAll('.curve').length") == 2
+        # The curves are equal: both are to be seen.
+        assert page.run("document.querySelectorAll('.chart .curve[stroke-dasharray]').length") >= 1
         look(page)
     assert browser.errors == []
+
+
+@pytest.mark.skipif(chromium.BROWSER is None, reason=chromium.MISSING)
+def test_arrays_that_differ_a_little_have_no_cosine_of_1(treering: Any, tmp_path: pathlib.Path) -> None:
+    values = np.linspace(1, 2, 1000, dtype="float32")
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        for step in (1, 2):
+            ckpts.save(step, {"w": values + (step == 2) * np.sin(np.arange(1000)).astype("float32") / 200, "same": 1})
+    _report(treering, tmp_path / "run")
+    with chromium.browser(tmp_path) as browser:
+        page = browser.page(f"file://{tmp_path / 'report.html'}")
+        cells = page.run("[...document.querySelectorAll('#changed tbody tr td')].map((one) => one.textContent)")
+        assert page.run("document.getElementById('diff-summary').textContent") == "Leaves: 1 equal, 1 different."
+    assert (
+        cells[-1].startswith("0.99999")
+        and f"cosine {cells[-1]}\n" in treering("diff", tmp_path / "run", "--steps", 1, 2).out
+    )

@@ -210,3 +210,14 @@ def test_a_url_of_a_store_has_names(text: str) -> None:
 def test_a_url_of_no_store_is_refused(text: str) -> None:
     with stores.using(MemoryStore(), "memory"), pytest.raises(UnsupportedError, match="found a URL"):
         tr.open(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("s3:/bucket/run", "s3://bucket/run"), ("GS://b/r/", "gs://b/r"), ("S3:/b", "s3://b")]
+)
+def test_a_misspelt_url_is_answered_with_the_right_one(text: str, meant: str) -> None:
+    for call in (tr.open, tr.Checkpointer):
+        with pytest.raises(UnsupportedError, match=rf"{text}: expected a path, found a URL .*; write {meant}\n"):
+            call(text)
+    with pytest.raises(UnsupportedError, match="whose scheme this process does not know"):
+        tr.open("s4://bucket/run")

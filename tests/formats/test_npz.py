@@ -198,16 +198,27 @@ def test_a_number_in_the_template_takes_no_bytes(tmp_path: Path) -> None:
         assert tr.restore(tmp_path / name, {"w": jnp.zeros((), jnp.float8_e4m3fn)})["w"] == 1
 
 
-@pytest.mark.parametrize("name", ["out.npz", "model.pt", "model.pth", "m.weights.h5", "m.keras"])
-def test_an_ending_that_is_only_read_is_no_name_for_a_folder(tmp_path: Path, name: str) -> None:
-    """A native folder with such a name would be taken for a file of that format. Naming the format allows it."""
+@pytest.mark.parametrize(
+    "name", ["out.npz", "model.pt", "model.pth", "m.weights.h5", "m.keras", "w.npy", "run.tar", "old.tar.gz", "m.PKL"]
+)
+def test_an_ending_of_other_files_is_no_name_for_a_folder(tmp_path: Path, name: str) -> None:
+    """A native folder with such a name would be taken for a file of that kind. Naming the format allows it."""
     tr.save(tmp_path / "c", {"w": np.ones(2)})
     for call in (lambda path: tr.save(path, {"w": np.ones(2)}), lambda path: tr.convert(tmp_path / "c", path)):
-        with pytest.raises(UnsupportedError, match=r"which is only read; choose another ending"):
+        with pytest.raises(UnsupportedError, match=r"(which is only read|that none of them is); choose another ending"):
             call(tmp_path / name)
     assert os.listdir(tmp_path) == ["c"]
     tr.save(tmp_path / name, {"w": np.ones(2)}, format="treering")
     assert tr.restore(tmp_path / name)["w"].tolist() == [1, 1]
+
+
+def test_a_misspelt_format_is_answered_with_the_closest(tmp_path: Path) -> None:
+    tr.save(tmp_path / "c", {"w": np.ones(2)})
+    said = r"format='Safetensor': expected 'safetensors', or another of 'treering', "
+    with pytest.raises(MismatchError, match=said):
+        tr.save(tmp_path / "d", {"w": np.ones(2)}, format="Safetensor")
+    with pytest.raises(MismatchError, match=said):
+        tr.open(tmp_path / "c", format="Safetensor")
 
 
 def test_an_unknown_format_lists_those_to_write(tmp_path: Path) -> None:

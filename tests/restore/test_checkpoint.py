@@ -1,5 +1,6 @@
 """Tests open checkpoints."""
 
+import copy
 import functools
 import pathlib
 import subprocess
@@ -82,6 +83,35 @@ def test_slices_of_arrays_without_axes_are_those_of_numpy(tmp_path: pathlib.Path
 def test_other_indices_are_refused(ckpt: Any, index: Any) -> None:
     with pytest.raises((IndexError, TypeError)):
         ckpt["params/layers/0/w"][index]
+
+
+def test_the_error_of_an_index_says_what_is_wrong(ckpt: Any) -> None:
+    array = ckpt["params/layers/0/w"]
+    for index, axis in ((2, 0), (-3, 0), ((0, 3), 1), ((..., np.int64(4)), 2)):
+        with pytest.raises(IndexError, match=rf"index -?\d is out of bounds for axis {axis} with size {2 + axis}$"):
+            array[index]
+    for other in (np.ones(2, bool), np.array([0, 1]), (0, np.array([0]))):
+        with pytest.raises(TypeError, match="only integers, slices and an ellipsis"):
+            array[other]
+    assert array[np.int64(1), np.array(2)].shape == (4,)
+
+
+@pytest.mark.parametrize("key", [0, ("params", "layers"), None])
+def test_a_key_that_is_no_text_is_an_error_of_a_mapping(ckpt: Any, key: Any) -> None:
+    assert key not in ckpt and ckpt.get(key) is None
+    with pytest.raises(KeyError, match=r"there is no leaf .*; a path is text, such as 'key'"):
+        ckpt[key]
+
+
+def test_an_attribute_that_is_a_part_names_the_call(ckpt: Any, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'params'; in Treering: ckpt\.at\('params'\)$"):
+        _ = ckpt.params
+    tr.save(tmp_path / "one", {"w": np.ones(3)})
+    with pytest.raises(AttributeError, match=r"no attribute 'w'; in Treering: ckpt\['w'\]$"):
+        _ = tr.open(tmp_path / "one").w
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = ckpt.nothing
+    assert copy.copy(ckpt).at("params").path == ckpt.path and not hasattr(ckpt, "__array__")
 
 
 def test_lazy_arrays_have_what_arrays_have(ckpt: Any) -> None:

@@ -142,6 +142,16 @@ def test_what_cannot_be_made_is_an_error_that_says_how_to_get_it(tmp_path: pathl
             ckpts.restore_or_init(lambda: template, grow=grow)
 
 
+@pytest.mark.parametrize("at", ["", "x"])
+def test_a_list_in_place_of_a_dict_is_not_said_to_grow(tmp_path: pathlib.Path, at: str) -> None:
+    saved, like = {"a": 1, "b": 2}, [1, 2]
+    tr.save(tmp_path / "c", {at: saved, "k": 0} if at else saved)
+    with pytest.raises(MismatchError) as caught:
+        tr.restore(tmp_path / "c", {at: like, "k": 0} if at else like)
+    assert "is a dict in the checkpoint, a list in the template" in str(caught.value)
+    assert "grow=" not in str(caught.value)
+
+
 @pytest.mark.long
 def test_parts_grow_next_to_nnx_modules(tmp_path: pathlib.Path) -> None:
     class Net(nnx.Module):

@@ -111,6 +111,12 @@ def test_what_was_just_saved_is_kept_even_when_it_is_an_old_step(tmp_path: pathl
     assert loop(tmp_path, [2], tr.keep.last(1)) == [2, 6]
 
 
+def test_nested_metrics_are_answered_with_a_name(tmp_path: pathlib.Path) -> None:
+    ckpts = tr.Checkpointer(tmp_path)
+    with pytest.raises(MismatchError, match=r"metrics\['val'\]: .*, found \{'loss': 1.0\}; write 'val/loss': …"):
+        ckpts.save(1, {"x": 1}, metrics={"val": {"loss": 1.0}})
+
+
 def test_a_metric_that_no_step_has_is_named_seldom(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = tr.keep.best(1, "val_loss", "min") | tr.keep.best(1, "acc", "max") | tr.keep.last(1)
     loop(tmp_path / "a", range(5), keep, lambda step: {"val/loss": 1.0, "acc": 0.5})
@@ -122,7 +128,9 @@ def test_a_metric_that_no_step_has_is_named_seldom(tmp_path: pathlib.Path, caplo
     loop(tmp_path / "b", [5], keep)
     loop(tmp_path / "c", [1], keep)
     assert not caplog.records, "a step has the metric, or there is only one step"
-    loop(tmp_path / "d", range(3), tr.keep.best(5, "acc", "max", unscored="drop"))
+    loop(tmp_path / "d", range(7), tr.keep.best(5, "acc", "max", unscored="drop"))
+    assert not caplog.records, "the metrics may come with the first evaluation"
+    loop(tmp_path / "e", range(9), tr.keep.best(5, "acc", "max", unscored="drop"))
     assert len(caplog.records) == 1 and "no metrics" in caplog.records[0].message
 
 

@@ -166,16 +166,42 @@ def test_auto_interval_in_a_real_loop(tmp_path: pathlib.Path, caplog: pytest.Log
             ckpts.save(step := step + 1, state)
 
 
+def test_a_loop_that_ends_with_an_unsaved_step_says_so(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def train(save_every: int, steps: int, force: bool = False, finish: bool = False) -> list[tuple[str, str]]:
+        caplog.clear()
+        with tr.Checkpointer(tmp_path / "run", save_every=save_every) as ckpts:
+            begin = ckpts.restore_or_init(lambda: {"w": np.zeros(3)})[1]
+            for step in range(begin + 1, steps + 1):
+                ckpts.save(step, {"w": np.zeros(3)}, force=force and step == steps)
+            if finish:
+                ckpts.finish()
+        found = [(one.levelname, one.getMessage()) for one in caplog.records]
+        return [(level, text.partition(": closed ")[2]) for level, text in found if ": closed " in text]
+
+    said = "without saving step {}, the newest, which was not due; force=True saves it"
+    assert train(100, 3) == [("WARNING", said.format(3))]  # The job has saved nothing.
+    assert train(2, 5, finish=True) == [("INFO", said.format(5))]
+    assert train(2, 7, force=True) == train(2, 8) == []
+    with pytest.raises(ValueError), tr.Checkpointer(tmp_path / "run", save_every=100) as ckpts:
+        ckpts.save(9, {"w": np.zeros(3)})
+        raise ValueError
+    assert "closed" not in caplog.text
+
+
 def test_a_save_that_fails_does_not_end_it(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "run").write_text("in the way")
+    (tmp_path / "above").write_text("in the way")
     with (
         pytest.raises(tr.errors.SaveError),
-        tr.Checkpointer(tmp_path / "run", save_every="auto", on_error="log") as ckpts,
+        tr.Checkpointer(tmp_path / "above" / "run", save_every="auto", on_error="log") as ckpts,
     ):
         for step in range(3):
             ckpts.save(step, {"w": np.zeros(3)})
             time.sleep(0.05)
-        (tmp_path / "run").unlink()
+        (tmp_path / "above").unlink()
         ckpts.save(3, {"w": np.zeros(3)})
         ckpts.wait()
         assert ckpts.steps == [3]

@@ -37,6 +37,32 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return found
 
 
+# A path that can be no run
+
+
+def test_a_checkpoint_or_a_file_is_no_run_for_a_save(tmp_path: pathlib.Path) -> None:
+    _save(tmp_path / "run", 1)
+    step = tmp_path / "run" / "step-00000001"
+    tr.save(tmp_path / "one", init())
+    with pytest.raises(MismatchError, match=r"expected a run, found step 1 of the run .*run; pass the run"):
+        _save(step, 2)
+    with pytest.raises(MismatchError, match="one: expected a run, found a checkpoint of the format 'treering'"):
+        _save(tmp_path / "one", 2)
+    with tr.Publisher(step) as publisher, pytest.raises(MismatchError, match="found step 1 of the run"):
+        publisher.publish(1, {"w": np.ones(3)})
+    assert not list(step.glob("step-*")) and tr.verify(tmp_path / "run").ok
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors"])
+def test_a_file_is_no_run_before_any_work_is_done(tmp_path: pathlib.Path, name: str) -> None:
+    tr.save(tmp_path / name, init(), format="safetensors")
+    with tr.Checkpointer(tmp_path / name) as ckpts:
+        with pytest.raises(MismatchError, match=f"{name}: expected a directory for the run, found a file"):
+            ckpts.restore_or_init(init)
+        with pytest.raises(MismatchError, match=f"{name}: expected a directory for the run, found a file"):
+            ckpts.save(1, init())
+
+
 # Starting over in a used folder
 
 
@@ -365,6 +391,18 @@ def test_the_highest_loss_is_taken_with_a_warning(
     assert tr.open(tmp_path / "run", best=f"{metric}:min").step == 2  # as it advises
     with pytest.raises(MismatchError, match=r"found .*accuracy.*; a name may end with :min or :max"):
         tr.open(tmp_path / "run", best="accuracy:mx")
+
+
+def test_a_wrong_mode_of_best_is_one_error_and_no_warning(
+    tmp_path: pathlib.Path, warnings: Callable[[], list[str]]
+) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, init(), metrics={"loss": 0.5, "train:loss": 0.5})
+    with pytest.raises(MismatchError, match=r"found loss, train:loss.* a name may end with :min or :max"):
+        tr.open(tmp_path / "run", best="loss:lowest")
+    assert not warnings()
+    assert tr.open(tmp_path / "run", best="train:loss").step == 1
+    assert "'train:loss:min' takes the lowest" in warnings()[0]
 
 
 def test_the_processes_of_a_job_take_the_same_best_step(tmp_path: pathlib.Path) -> None:

@@ -144,7 +144,7 @@ def test_save_archives_steps_after_the_restored_one(tmp_path: pathlib.Path, capl
         ckpts.restore(step=20)
         assert ckpts.steps == [10, 20, 30], "looking back changes nothing"
         ckpts.save(21, {"x": np.full(3, 21)})
-        assert "1 later steps were archived" in caplog.text
+        assert "; archived 1 later step in " in caplog.text
         ckpts.save(30, {"x": np.full(3, 300)})
         ckpts.wait()
         assert ckpts.steps == [20, 21, 30], "what was restored stays"
@@ -936,6 +936,40 @@ def until(condition: Any) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("this never came")
+
+
+@pytest.mark.parametrize("follow", [tr.follow, tr.follow_weights])
+def test_waiting_at_a_path_that_is_no_run_is_logged(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, follow: Any
+) -> None:
+    tr.save(tmp_path / "shards", {"w": np.ones(3)}, format="safetensors", max_shard_size=1000)
+    tr.save(tmp_path / "pulled" / "model.safetensors", {"w": np.ones(3)})
+    (tmp_path / "notes.txt").write_text("no run")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.yaml").touch()
+    for name, said in {
+        "shards": f"; `treering show {tmp_path}/shards` reads it",
+        "pulled": f"; `treering show {tmp_path}/pulled` reads it",
+        "pulled/model.safetensors": f"; it is a file; `treering show {tmp_path}/pulled/model.safetensors` reads it",
+        "notes.txt": "; it is a file",
+        "new": "",
+    }.items():
+        caplog.clear()
+        caplog.set_level(logging.WARNING if said else logging.INFO)
+        assert list(follow(tmp_path / name, timeout=0.01)) == []
+        assert caplog.messages == [f"{tmp_path}/{name}: waits for the first step{said}"]
+
+
+def test_recording_where_no_run_is_says_what_is_meant(tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "run") as ckpts:
+        ckpts.save(1, {"w": np.ones(3)})
+    for path, step, said in (
+        ("rum", 1, f"none; the closest path is {tmp_path}/run\\n"),
+        ("nothing", 1, "none; the run has no steps\\n"),
+        ("run", 2, r"none; was it deleted meanwhile\?\n"),
+    ):
+        with pytest.raises(NotFoundError, match=f"expected step {step}, found {said}"):
+            tr.record(tmp_path / path, step, {"loss": 1.0})
 
 
 @pytest.mark.slow

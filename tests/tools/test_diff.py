@@ -28,7 +28,7 @@ def test_differences_by_path(tmp_path: pathlib.Path) -> None:
             found = tr.diff(left, right)
             assert found
             assert (found.only_a, found.only_b, found.changed, found.equal) == (("gone",), ("new",), expected, 1)
-    assert str(tr.diff(a, b)).startswith("1 leaves are equal\n  - gone\n  + new\n  ~ i: int64[3] → int64[4]")
+    assert str(tr.diff(a, b)).startswith("1 leaf is equal\n  - gone\n  + new\n  ~ i: int64[3] → int64[4]")
 
 
 def test_equality_is_bit_by_bit(tmp_path: pathlib.Path) -> None:

@@ -60,9 +60,16 @@ export function charts(title, lines, { format = number, band = null, zero = fals
     drawing.append(svg("polygon", { class: "band", points: edge.map(point).join(" ") }));
   }
   const highest = Math.max(...shown.map((p) => p[1])), lowest = Math.min(...shown.map((p) => p[1]));
+  const drawn = new Map(); // by points: how many curves have them
+  // Of equal curves, the later ones are dashed, so that the first shows in between.
+  const curve = (run, n) => {
+    const points = run.map(point).join(" "), before = drawn.get(points) || 0;
+    drawn.set(points, before + 1);
+    return svg("polyline", { class: `curve c${n % COLOURS}`, points, ...(before ? { "stroke-dasharray": `6 ${6 * before}` } : {}) });
+  };
   drawing.append(
     ...lines.flatMap(({ points }, n) => runs(points.filter((p) => p[1] !== null)).map((run) => (run.length > 1
-      ? svg("polyline", { class: `curve c${n % COLOURS}`, points: run.map(point).join(" ") })
+      ? curve(run, n)
       : svg("circle", { class: `dot c${n % COLOURS}`, r: 2, cx: at.x(run[0][0]), cy: at.y(run[0][1]) })))),
     ...known.filter((p) => !finite(p[1])).map((p) => svg("circle", { class: "dot bad", r: 2.5, cx: at.x(p[0]), cy: HEIGHT - BOTTOM })));
   const show = (p) => {

@@ -13,6 +13,9 @@ const root = document.getElementById("report");
 const STATES = ["damaged", "unsupported", "unfinished", "closed"];
 const MAX_LISTED = 200; // This many leaves that only one step has are listed.
 
+// As `treering diff` prints it: of arrays that differ a little, four digits would say 1.
+const cosine = (value) => (finite(value) ? String(Number(value.toPrecision(7))) : number(value));
+
 function title() {
   const good = data.steps.filter((row) => row.state === "good");
   const times = good.map((row) => row.created).filter(finite);
@@ -165,12 +168,12 @@ function comparison() {
       { title: "values that differ", value: (row) => (row.share === undefined ? null : row.share), cell: (row) => percent(row.share) },
       { title: "largest", value: (row) => row.largest ?? null, cell: (row) => number(row.largest) },
       { title: "relative", value: (row) => row.relative ?? null, cell: (row) => number(row.relative) },
-      { title: "cosine", value: (row) => row.cosine ?? null, cell: (row) => number(row.cosine) },
+      { title: "cosine", value: (row) => row.cosine ?? null, cell: (row) => cosine(row.cosine) },
     ];
     parts.push(el("h2", {}, `Value by value: step ${found.a} and step ${found.b}`),
-      el("p", { id: "diff-summary" }, [`Of the leaves ${found.equal.toLocaleString("en")} are equal, ${found.differing.toLocaleString("en")} differ`,
+      el("p", { id: "diff-summary" }, [`Leaves: ${found.equal.toLocaleString("en")} equal, ${found.differing.toLocaleString("en")} different`,
         ...[["onlyA", found.a], ["onlyB", found.b]].filter(([side]) => found[side].length)
-          .map(([side, step]) => `${found[side].length} are only in ${step}`)].join(", ") + "."),
+          .map(([side, step]) => `${found[side].length} only in ${step}`)].join(", ") + "."),
       ...[["onlyA", found.a], ["onlyB", found.b]].filter(([side]) => found[side].length).map(([side, step]) =>
         el("details", {}, el("summary", {}, `only in ${step}`), found[side].slice(0, MAX_LISTED).map((one) => el("p", { class: "path" }, one)))));
     if (found.changed.length) parts.push(table(columns, found.changed, { name: "changed", sort: 4, down: true }).node);

@@ -189,11 +189,11 @@ class Keep(click.ParamType):
             if kind in ("last", "every") and rest:
                 return getattr(keep, kind)(_interval(rest))
             if kind == "steps" and rest:
-                return keep.steps(*map(int, rest.split(",")))
+                return keep.steps(*map(_integer, rest.split(",")))
             if kind == "size" and rest:
                 return keep.size(Bytes().convert(rest, param, ctx))
             if kind == "best" and len(parts := rest.split(":")) >= 3:  # a metric may have colons
-                return keep.best(int(parts[0]), ":".join(parts[1:-1]), parts[-1])  # type: ignore[arg-type]
+                return keep.best(_integer(parts[0]), ":".join(parts[1:-1]), parts[-1])  # type: ignore[arg-type]
         except (ValueError, OverflowError, click.BadParameter) as error:
             raise click.BadParameter(f"{value!r}: {error}. {KEEP}", ctx, param) from None
         raise click.BadParameter(f"{value!r}{_policy_hint(value)}. {KEEP}", ctx, param)
@@ -212,7 +212,15 @@ def _policy_hint(text: str) -> str:
 def _interval(text: str) -> int | datetime.timedelta:
     if match := _TIME.fullmatch(text):
         return datetime.timedelta(seconds=float(match[1]) * _SECONDS[match[2]])
-    return int(text)
+    return _integer(text)
+
+
+def _integer(text: str) -> int:
+    """Returns the number that a text is. Raises `ValueError` that a user of the shell understands."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected an integer, found {text!r}") from None
 
 
 def union(policies: "tuple[Policy, ...]") -> "Policy | None":

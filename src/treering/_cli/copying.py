@@ -70,7 +70,8 @@ def convert(
     """Write the checkpoint SOURCE as TARGET, in any format. The memory that it takes is bounded.
 
     With --format orbax, all steps of a run become the directory of a CheckpointManager; the exit code is 1 if damaged
-    ones are left behind. Rules are applied in the order drop, rename. It refuses a TARGET in a run that a job writes.
+    ones are left behind. Rules are applied in the order drop, rename. It refuses to write a step of a run that a job
+    writes.
     """
     from .. import formats, stores
     from .. import rules as r
@@ -213,7 +214,7 @@ def _say_copied(done: "CopyResult", overwrite: bool, dry_run: bool) -> None:
     names = f": {safe(', '.join(map(posixpath.basename, done.copied)))}" if dry_run and done.copied else ""
     unread = "" if overwrite else " (sizes checked, contents not read)"
     there = f"; {count(len(done.there), 'is', 'are')} there already{unread}" if done.there else ""
-    say(f"{count(len(done.copied), 'checkpoint')} {what}, {nbytes(done.nbytes)}{names}{there}")
+    say(f"{count(len(done.copied), 'checkpoint')} {what}, {nbytes(done.nbytes)} of arrays{names}{there}")
 
 
 @click.command()

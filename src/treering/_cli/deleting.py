@@ -55,10 +55,10 @@ def prune(
 ) -> int:
     """Delete the steps of a RUN that no KEEP keeps. It first reads the newest valid step, which always stays.
 
-    KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), or steps:N,N,…; TIME is as in 12h.
-    Pinned, damaged and unfinished steps stay, and so do links, steps that links lead to, and other libraries' steps.
-    A damaged step of which only the manifest is left is deleted, unless --to is given. In a directory of runs it prunes
-    each, and --to is a directory of runs, too.
+    KEEP is last:N, last:TIME, every:N, every:TIME, best:N:METRIC:min (or max), size:BYTES, or steps:N,N,…; TIME is as
+    in 12h, BYTES as in 50G. Pinned, damaged and unfinished steps stay, and so do links, steps that links lead to, and
+    other libraries' steps. A damaged step of which only the manifest is left is deleted, unless --to is given. In a
+    directory of runs it prunes each, and --to is a directory of runs, too.
     """
     from .. import stores
     from .._tools.runs_folder import scan_runs_folder
@@ -114,7 +114,9 @@ def _prune(
     place = None if to is None else stores.absolute_run(to)
 
     def choose() -> "list[Row]":
-        rows = [row for row in list_run(run, policy, prefix, inspection.inspect).rows if row.deleted]
+        listed = list_run(run, policy, prefix, inspection.inspect).rows
+        rows = [row for row in listed if row.deleted]
+        deletion.foreign = sum(row.format != "treering" for row in listed)
         if place is not None:
             rows = [row for row in rows if row.emptied is None]  # They cannot be copied.
             from .._tools.move import check_target_run
@@ -190,6 +192,7 @@ class _Deletion:
         self._dry_run, self._json, self._to, self._pinned = dry_run, json_, to, pinned
         # True if the latest step is deleted. It needs the run's lock, because a job would continue from that step.
         self.needs_lock = False
+        self.foreign = 0  # steps of other libraries, which always stay
         self._freed: int | None = None  # the bytes that deleting the chosen steps frees, if known
 
     def carry_out(self, choose: "Callable[[], list[Row]]", *, yes: bool) -> int:
@@ -259,7 +262,8 @@ class _Deletion:
         if self._json:
             return
         if not rows:
-            say("nothing to delete")
+            others = f"; never deleted: {count(self.foreign, 'step')} of another library" if self.foreign else ""
+            say(f"nothing to delete{others}")
             return
         some = count(len(rows), "step") if done.deleted == rows else f"{len(done.deleted)} of {len(rows)}"
         self._say(done.deleted, f"{some} would be" if self._dry_run else some)

@@ -80,8 +80,9 @@ def ls(
     first = best_in(listing, *best) if best else None
     columns = {"step": "step", "saved": "created", "size": "nbytes"}
     chosen = _chosen(listing.path, [vars(row) for row in listing.rows], columns, metrics, sort, last)
+    latest = listing.latest  # of all steps, also those that are not shown
     listing = dataclasses.replace(listing, rows=tuple(Row(**row) for row in chosen))
-    rows = [_row_fields(row, listing.latest) for row in listing.rows] if json_ or csv_ else []
+    rows = [_row_fields(row, latest) for row in listing.rows] if json_ or csv_ else []
     if json_:
         about = {"path": listing.path, "finished": listing.finished, "set_aside": listing.archived, "steps": rows}
         about |= {"closed": listing.closed, "tier": listing.tier, "survives": listing.survives}
@@ -90,13 +91,13 @@ def ls(
     elif csv_:
         _print_csv(rows, [*(field.name for field in dataclasses.fields(Row)), "latest"])
     else:
-        _print_listing(listing, first, all_metrics=metrics is None)
+        _print_listing(listing, latest, first, all_metrics=metrics is None)
     if listing.not_listed and not json_:
-        names = join_names(listing.not_listed)
-        say(
-            f"not listed: {count(len(listing.not_listed), 'checkpoint')} with other names ({names}); use --prefix",
-            err=True,
-        )
+        names, many = join_names(listing.not_listed), count(len(listing.not_listed), "checkpoint")
+        # A name without a number is that of no step, whatever the prefix.
+        numbered = any(name[-1:].isdecimal() for name in listing.not_listed)
+        advice = "use --prefix" if numbered else "open them by their paths"
+        say(f"not listed: {many} with other names ({names}); {advice}", err=True)
     for path in listing.closed:
         say(f"not listed, because this user may not read it: {safe(path)}", err=True)
     return FAILED if listing.closed or any(row.state == "closed" for row in listing.rows) else 0
@@ -155,14 +156,14 @@ def _metric_cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
     return [number(row["metrics"][name], 6) if name in row["metrics"] else "" for name in names]
 
 
-def _print_listing(listing: "Listing", best: int | None, *, all_metrics: bool) -> None:
+def _print_listing(listing: "Listing", latest: int | None, best: int | None, *, all_metrics: bool) -> None:
     metrics = _metric_names(map(vars, listing.rows))
     is_stream = any(row.seconds is not None for row in listing.rows)
     head = ["step", "saved", "size", *["kind", "changed", "seconds"] * is_stream, *map(safe, metrics), "notes"]
     rows = []
     for row in listing.rows:
         numbers = _metric_cells(vars(row), metrics)
-        notes = ", ".join(_row_notes(row, listing, best))
+        notes = ", ".join(_row_notes(row, latest, best))
         sent = _sent(row) if is_stream else []
         rows.append([str(row.step), local_time(row.created), nbytes(row.nbytes), *sent, *numbers, notes])
     _print_table(head, rows, ["notes"], metrics, len(head) - 1, all_metrics=all_metrics)
@@ -374,13 +375,13 @@ def _sent(row: "Row") -> list[str]:
     return [kind, changed, "" if row.seconds is None else number(row.seconds, 3)]
 
 
-def _row_notes(row: "Row", listing: "Listing", best: int | None) -> list[str]:
+def _row_notes(row: "Row", latest: int | None, best: int | None) -> list[str]:
     notes = []
     if row.state != "good":
         notes.append(click.style(row.state, fg=_STATE_COLORS.get(row.state)))
     if row.format != "treering":
         notes.append(row.format)
-    notes += ["latest"] * (row.step == listing.latest) + ["best"] * (row.step == best and row.state == "good")
+    notes += ["latest"] * (row.step == latest) + ["best"] * (row.step == best and row.state == "good")
     notes += ["pinned"] * row.pinned + ["link"] * row.link + [f"link {safe(name)} leads here" for name in row.linked_by]
     return notes + [click.style("would be deleted", fg="yellow")] * row.deleted
 

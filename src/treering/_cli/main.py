@@ -87,8 +87,9 @@ def cli(context: click.Context, debug: bool) -> None:
     Flax, Equinox, Levanter, FJFormer, safetensors, TensorFlow. If a command expects a checkpoint, a run stands for its
     latest valid step.
 
-    Exit codes: 0 done; 1 the answer is no (diff: they differ, verify: there is damage, migrate: something is left to do
-    by hand); 2 wrong usage; 3 an error, which is printed; 130 interrupted; 141 the reader of the output has gone.
+    Exit codes: 0 done; 1 the answer is no (diff: they differ, verify: there is damage, cp and convert: steps are left
+    behind, migrate: something is left to do by hand); 2 wrong usage; 3 an error, which is printed; 130 interrupted; 141
+    the reader of the output has gone.
     """
     context.obj = debug
 

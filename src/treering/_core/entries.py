@@ -196,7 +196,8 @@ def metric_and_mode(best: str) -> tuple[str, Literal["min", "max"]]:
     if isinstance(best, str):
         metric, colon, mode = best.rpartition(":")  # a metric may have colons
         found = metric if colon and mode in ("min", "max") else best
-        if found is best and _LOWER_IS_BETTER.search(best):
+        # Of "loss:lowest" the end is probably meant as a mode; the error for the metric says how to write one.
+        if found is best and _LOWER_IS_BETTER.search(mode):
             _log.warning(
                 "best=%.100r takes the highest value; '%.100s:min' takes the lowest, '%.100s:max' the highest without "
                 "this warning",

@@ -92,7 +92,8 @@ class LazyArray:
         box, rest = _bounds(index, self.shape)
         (array,) = self._reader.read([(self._entry, box)])
         # With an ellipsis NumPy always returns an array, even one without axes, and never a scalar.
-        found = array[(*rest, ...)] if ... in (index if isinstance(index, tuple) else (index,)) else array[rest]
+        parts = index if isinstance(index, tuple) else (index,)
+        found = array[(*rest, ...)] if any(part is ... for part in parts) else array[rest]
         # A small slice must not keep an entire file mapped.
         return found.copy() if found.nbytes <= _COPIED_BYTES else found
 
@@ -233,15 +234,14 @@ class LazyPart:
 def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[Any, ...]]:
     """Returns the box that a basic index needs, and the index of the result within that box."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    if sum(part is ... for part in parts) > 1 or len([p for p in parts if p is not ...]) > len(shape):
+    dots = [n for n, part in enumerate(parts) if part is ...]  # An array as an index would not compare as one value.
+    if len(dots) > 1 or len(parts) - len(dots) > len(shape):
         raise IndexError(f"{index!r} does not fit an array of shape {list(shape)}")
-    if ... not in parts:
-        parts.append(...)
-    at = parts.index(...)
-    parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    at = dots[0] if dots else len(parts)
+    parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + len(dots))
     box: list[tuple[int, int]] = []
     rest: list[Any] = []
-    for part, size in zip(parts, shape, strict=True):
+    for axis, (part, size) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
             positions = range(size)[part]
             if not positions:
@@ -251,8 +251,11 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], 
             first, last = min(positions[0], positions[-1]), max(positions[0], positions[-1])
             box.append((first, last + 1))
             rest.append(slice(None, None, positions.step))
-        elif hasattr(part, "__index__") and not isinstance(part, bool):
-            position = range(size)[part]  # raises IndexError as NumPy does
+        elif hasattr(part, "__index__") and not isinstance(part, bool) and not getattr(part, "shape", ()):
+            number = operator.index(part)
+            if not -size <= number < size:
+                raise IndexError(f"index {number} is out of bounds for axis {axis} with size {size}")
+            position = number % size
             box.append((position, position + 1))
             rest.append(0)
         else:

@@ -265,6 +265,9 @@ def absolute(path: str | os.PathLike[str], schemes: Collection[str] = ()) -> str
             raise MismatchError(f"{text}: expected {scheme}:// and names, none of them empty, '.' or '..'")
         return f"{scheme}://{'/'.join(names)}"
     if _URL.match(text):
+        name, _, rest = text.partition(":")
+        if (known := name.lower()) in schemes and (rest := rest.strip("/")):
+            raise UnsupportedError(f"{text}: expected a path, found a URL that is misspelt; write {known}://{rest}")
         raise UnsupportedError(
             f"{text}: expected a path of the file system, found a URL whose scheme this process does not know; known "
             f"are {', '.join(sorted(filter(None, schemes)))}; treering.stores.register adds one (a folder of that name "

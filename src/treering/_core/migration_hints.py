@@ -48,7 +48,7 @@ _SAVE = {
 }
 _RESTORE = {
     **_BOTH,
-    **dict.fromkeys(("abstract_pytree", "abstract_state", "restore_args", "restore_kwargs"), ""),
+    **dict.fromkeys(("abstract_pytree", "abstract_state", "restore_args", "restore_kwargs", "template"), ""),
     **dict.fromkeys(("fallback_state", "allow_partial", "allow_partial_mpa_restoration"), "missing='template'"),
     "partial_restore": "extra='ignore'",
     **dict.fromkeys(("orbax_transforms", "strict", "transforms", "transforms_default_to_original"), _PARTLY),
@@ -65,6 +65,9 @@ CALLS = {
     "save_async": ("tr.save_async(path, state{})", {**_SAVE, "force": "overwrite=True"}),
     "restore": ("tr.restore(path, state{})", _RESTORE),
     "Checkpoint.restore": ("ckpt.restore(state{})", _RESTORE),
+    "record": ("tr.record(run, step, metrics{})", {}),
+    "Publisher.publish": ("publisher.publish(version, state{})", {}),
+    "follow_weights": ("tr.follow_weights(stream, state{})", {}),
 }
 _RESTORES_STEPS = {  # calls that take the template as the argument that is the step in other libraries
     "Checkpointer.restore": "ckpts.restore(state, step=step)",
@@ -86,6 +89,7 @@ RUN_CALLS = {
     "metadata": "ckpts.open(step).metadata",
     "metrics": "ckpts.open(step).metrics",
     "reached_preemption": "ckpts.preempted",
+    "record": "tr.record(run, step, {'val/loss': 0.5})",
     "reload": "ckpts.steps",
     "restore_checkpoint": "ckpts.restore(state, step=step)",
     "save_async": "ckpts.save(step, state)",
@@ -104,6 +108,7 @@ MODULE_CALLS = {
     **dict.fromkeys(("ArrayRestoreArgs", "RestoreArgs", "load", "load_checkpoint"), "tr.restore(path, state)"),
     **dict.fromkeys(("load_file", "load_pytree", "restore_checkpoint"), "tr.restore(path, state)"),
     "latest_checkpoint": "tr.open(path).path",
+    "latest_step": "max(tr.steps(run), default=None)",
     "restore_or_init": "tr.Checkpointer(run).restore_or_init(init)",
     **dict.fromkeys(
         ("checkpoint_utils", "checkpoints_iterator", "wait_for_new_checkpoint"), "next(tr.follow(run, newest=True))"
@@ -163,7 +168,8 @@ def add_hint(
         return
     if unbound and any(_is_of_orbax(type(one)) for one in given):
         error.args = (with_hint(text, call.format(_arguments([keywords.get("options", "")]))),)
-    if isinstance(error, MismatchError) and _are_swapped(given[1 if "." in name else 0 :]):
+    first = 1 if "." in name or name == "record" else 0  # the first argument is the object, or certainly the run
+    if isinstance(error, MismatchError) and _are_swapped(given[first:]):
         error.args = (with_hint(f"{text}\nthe arguments are in another order", call.format("")),)
         return
     like = given[1] if len(given) > 1 else options.get("like")

@@ -11,6 +11,7 @@ from .. import stores
 from .._core.boxes import Box
 from .._core.entries import ArrayEntry, step_number
 from .._core.source import Source, arrays_of, complete_arrays, origins
+from .._core.tracebacks import hide_internal_frames
 from .._restore.checkpoint import Checkpoint
 from .._restore.restore import HeldLeaves
 from .._run import run_layout
@@ -34,6 +35,7 @@ class Weights(NamedTuple):
     metrics: Mapping[str, float]
 
 
+@hide_internal_frames
 def follow_weights(
     stream: str | os.PathLike[str],
     like: Any = None,

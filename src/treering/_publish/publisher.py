@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from .._core.entries import step_number
+from .._core.tracebacks import hide_internal_frames_of_methods
 from .._run.checkpointer import Checkpointer
 from .._run.pending_saves import OnError
 from .._save.pending import PendingSave, SaveReport
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _MAX_FULL_EVERY = 1000  # A reader opens all versions back to the last complete one.
 
 
+@hide_internal_frames_of_methods
 class Publisher:
     """Publishes weights for workers that follow them with `treering.follow_weights`. Used as a context manager.
 

@@ -206,6 +206,8 @@ def encode_metrics(found: Mapping[str, Any] | None) -> dict[str, float | str]:
         except Exception:  # NumPy raises for a tracer and for uneven lists. Objects of trackers raise anything.
             array = None
         if not isinstance(name, str) or array is None or array.shape != () or array.dtype.kind not in "biufV":
-            raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}")
+            inner = next(iter(value), None) if isinstance(value, Mapping) else None
+            flat = f"; write {f'{name}/{inner}'!r}: …" if isinstance(inner, str) else ""
+            raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}{flat}")
         numbers[name] = encode_float(float(array))
     return numbers

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 
 from .. import formats, stores
-from .._core import dtypes, expansion
+from .._core import dtypes, expansion, migration_hints
 from .._core import skeleton as _skeleton
 from .._core.entries import Entry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
 from .._core.lazy import LazyArray
@@ -124,7 +124,18 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
         """The size of the entire checkpoint on disk, in bytes, even if this is a part of it."""
         return self._source.nbytes
 
+    if not TYPE_CHECKING:  # Otherwise type checkers would accept every name.
+
+        def __getattr__(self, name: str) -> Any:
+            known = {} if name.startswith("_") else self._source.entries  # The source is not set yet in a copy.
+            part = next((path for path in known if relative_to(path, name) is not None), None)
+            calls = {} if part is None else {name: f"ckpt[{name!r}]" if part == name else f"ckpt.at({name!r})"}
+            return migration_hints.attribute(self, name, calls)
+
     def __getitem__(self, path: str) -> LazyArray | Any:
+        if not isinstance(path, str):
+            example = "".join(f", such as {one!r}" for one in [*self._source.entries][:1])
+            raise KeyError(f"{self.path}: there is no leaf {path!r:.100}; a path is text{example}")
         entry = self._source.entries.get(path) or self._source.entries.get(find_path(path, self._source.entries))
         if entry is None:
             check_readable(self._lost_above(path))

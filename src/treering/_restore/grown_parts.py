@@ -280,6 +280,7 @@ def with_hints(
     if any(place is None and (one.found in ABSENT or one.expected in ABSENT) for one, place in pairs):
         # The checkpoint lacks something as well, or has more states of an optimizer: parts were renamed or removed.
         places = [place if place in nodes else None for place in places]
+    places = [place if place is None or _may_grow(place, nodes, entries) else None for place in places]
     named = tuple(dict.fromkeys(place for place in places if place is not None))
     refused = _with_parents(one.path for one in grown(named).problems) if named else set[str]()
     hints = {
@@ -290,6 +291,15 @@ def with_hints(
         one if place is None else one._replace(hint=f"{one.hint}; {hints[place]}")
         for one, place in zip(differences, places, strict=True)
     ]
+
+
+def _may_grow(place: str, nodes: Mapping[str, Any], entries: Mapping[str, Entry]) -> bool:
+    """Returns False if the template has a list where the checkpoint has a dict."""
+    node = nodes.get(place, LEAF)
+    if node == LEAF or not isinstance(node.keys, int):
+        return True
+    inside = (relative_to(path, place) for path in entries)
+    return all(rest.partition("/")[0].isdecimal() for rest in inside if rest)
 
 
 def _place_of_entry(path: str, nodes: Mapping[str, Any], leaves: Mapping[str, Any]) -> str | None:

@@ -197,7 +197,7 @@ def missing_target(path: str, leaf: Any, entry: Entry | None, *, allowed: bool) 
     found = NOTHING if entry is None else NONE if entry.type == "none" else FUNCTION
     expected = type(leaf).__name__ if type(leaf) in _SCALARS else leaf_text(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        hint = f"where the template has an array and not only a shape, as init() has, missing=[{path!r}] takes that"
+        hint = f"the template has only its shape; restore(like=init(), missing=[{path!r}]) takes what init() makes"
         raise LeafMismatch(expected, found, hint)
     if (hint := migration_hints.leaf_hint(type(leaf))) or not allowed:
         raise LeafMismatch(expected, found, hint or f"missing='template' or missing=[{path!r}] takes the template's")

@@ -20,6 +20,7 @@ from .._core.quantized import find_groups
 from .._core.skeleton import Skeleton
 from .._core.units import count
 from .._pytree import variable_levels
+from .._pytree.leaves import is_function
 from .._pytree.walk import FlatTree
 from ..errors import Difference, TreeringError
 from . import grown_parts, iterator_hints
@@ -88,13 +89,27 @@ def suggest_fix(
     mixture: the quantized weights of both sides.
     attempt: the checkpoint with floats instead of them.
     """
-    if said := _too_deep(flat_tree.paths, entries, policy.at):
+    if said := _no_state(flat_tree, entries) or _too_deep(flat_tree.paths, entries, policy.at):
         return said
     search, groups = _Search(flat_tree, policy, compare, grown), find_groups(entries)
     if mixture.differs:
         return _of_mixture(search, mixture, attempt, [{group.path} for group in groups])
     best = _best(search, entries, skeleton, differences, [{*group.members.values()} for group in groups])
     return "" if best is None else ": ".join(filter(None, best))
+
+
+def _no_state(flat_tree: FlatTree, entries: Iterable[str]) -> str:
+    """Returns advice if the template is the function that makes the state, or a path in the checkpoint; else ""."""
+    if tuple(flat_tree.paths) != ("",):
+        return ""
+    (leaf,) = flat_tree.leaves
+    if isinstance(leaf, str):
+        inside = any(relative_to(path, leaf) is not None for path in entries)
+        return f"the template is a text, the path of a part: at={leaf!r} chooses that" if leaf and inside else ""
+    if not is_function(leaf):
+        return ""
+    what = f"the class {leaf.__name__}, and not an object of it" if isinstance(leaf, type) else "a function"
+    return f"the template is {what}; for a function init that makes the state, it is jax.eval_shape(init)"
 
 
 def _too_deep(wanted: Iterable[str], entries: Iterable[str], at: str) -> str:

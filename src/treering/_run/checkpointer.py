@@ -254,6 +254,7 @@ class Checkpointer(StepList):
         """
         refuse_reentry("finish()", self)
         self._save_if_preempted()
+        self._saver.log_left_out()
         self._finish()
         self._send_signal_again()
 
@@ -262,6 +263,7 @@ class Checkpointer(StepList):
         refuse_reentry("close()", self)
         try:
             self._save_if_preempted()
+            self._saver.log_left_out()
             self._upload()
         finally:
             self._close()

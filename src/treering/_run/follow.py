@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from .. import stores
 from .._core.entries import step_number
 from .._core.leaf_paths import join_names
+from .._core.tracebacks import hide_internal_frames
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError
 from ..formats import StepPath
@@ -28,6 +29,7 @@ _POLL_SECONDS = 0.5  # seconds between listings of the run
 _LOOKED_AT_AGAIN = 8
 
 
+@hide_internal_frames
 def follow(
     run: str | os.PathLike[str], *, after: int | None = None, timeout: float | None = None, newest: bool = False
 ) -> Iterator[Checkpoint]:
@@ -67,11 +69,14 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
     waiting_since = time.monotonic()
     begin = "" if timeout == 0 else "waits for the first step"
     with reading(run):
-        if not store.list(run):
+        is_file = bool((there := store.stat(run)) and there.is_file)
+        if not (is_file or store.list(run)):
             said = ("there is nothing yet", begin, new_run.suggest_path(store, run).removeprefix("; "))
             _log.warning("%s: %s", run, "; ".join(filter(None, said)))
-        elif not _run.located_steps(store, run) and (meant := new_run.suggest_run(store, run)):
-            _log.warning("%s: %s%s", run, begin or "there is no step", meant)
+        elif is_file or not _run.located_steps(store, run):
+            meant = ("; it is a file" if is_file else "") + new_run.suggest_run(store, run)
+            # A run that has just begun has nothing that the caller might mean instead.
+            _log.log(logging.WARNING if meant else logging.INFO, "%s: %s%s", run, begin or "there is no step", meant)
     for poll in itertools.count():
         with reading(run):
             # Before the listing, which is then complete.

@@ -153,7 +153,8 @@ def record(run: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
     store = stores.get(place)
     steps = _run.all_steps(store, place)
     if (path := steps.get(number)) is None:
-        why = ("" if steps else new_run.suggest_run(store, place)) or "; was it deleted meanwhile?"
+        meant = "" if steps else new_run.suggest_path(store, place) or new_run.suggest_run(store, place)
+        why = meant or ("; was it deleted meanwhile?" if steps else "; the run has no steps")
         raise NotFoundError(f"{place}: expected step {number}, found none{why}")
     with reading(path):
         there = summary.stat_manifest(store, path)

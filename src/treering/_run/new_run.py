@@ -19,10 +19,12 @@ _NUMBERED_NAME = re.compile(r"((?:.*[^0-9])?)([0-9]{1,16})", re.DOTALL)
 
 
 def check_can_begin(store: Store, root: str, prefix: str) -> None:
-    """Checks a directory without steps. Raises `MismatchError` if it is a checkpoint itself and therefore not a run.
+    """Checks a directory without steps. Raises `MismatchError` if it is a file or a checkpoint, and so not a run.
 
     Raises `UnsupportedError` if there are directories of steps that this process cannot read.
     """
+    if store.has_folders and (found := store.stat(root)) and found.is_file:
+        raise MismatchError(f"{root}: expected a directory for the run, found a file")
     names = store.list(root)
     for name in names:
         if run_layout.parse_step_name(name, prefix) is not None:
@@ -100,7 +102,10 @@ def suggest_run(store: Store, root: str) -> str:
     if above and summary.stat_manifest(store, above):
         return f"; it belongs to the checkpoint {above}"
     found = [*_checkpoints_within(store, root), *_archived_steps(store, root), *_runs_within(store, root)]
-    return "".join(f"; {one}" for one in found or _runs_around(store, root) or _runs_within(store, root, levels=2))
+    found = found or _runs_around(store, root) or _runs_within(store, root, levels=2)
+    if not found and formats.is_known(store, root):  # a folder with a checkpoint of one file, and perhaps others
+        return f"; `treering show {root}` reads it"
+    return "".join(f"; {one}" for one in found)
 
 
 def suggest_path(store: Store, path: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from .._core.entries import step_number
+from .._core.units import count
 from ..errors import ExistsError, MismatchError, NotFoundError, SaveError, UnsupportedError
 from ..formats import StepPath
 from ..formats.treering import pins
@@ -289,7 +290,7 @@ class PlainRun:
             place = run_layout.archive_steps(self._store, self._root, list(reversed(later.values())))
             self._starts_over = not self.steps.lookup()
             where = "the run starts over" if self._starts_over else f"continuing from step {step}"
-            _log.warning("%s; %d later steps were archived in %s", where, len(later), place)
+            _log.warning("%s; archived %s in %s", where, count(len(later), "later step"), place)
 
     def check_movable_after(self, step: int) -> None:
         """Raises `UnsupportedError` if steps after a number cannot be moved."""

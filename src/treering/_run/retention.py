@@ -26,6 +26,8 @@ from .run_directory import RunDirectory
 from .step_catalog import SavedStep, unwanted_emptied
 
 _log = logging.getLogger("treering")
+# A job makes so many saves before it says that no step has metrics at all: an evaluation may be on its way.
+_EVALUATED_WITHIN = 8
 
 
 class Retention:
@@ -46,6 +48,7 @@ class Retention:
         self._has_uncommitted_save = False  # set when a save begins, cleared by its commit
         # Metrics that no step had when it was logged: the names and the number of steps that there were.
         self._logged_metrics: dict[str, tuple[frozenset[str], int]] = {}
+        self._saves_without_metrics = 0
         self._has_warned_of_room = False
         self._logged_links: set[str] = set()  # steps that stay because links lead to them, already logged
         self._logged_denials: set[str] = set()  # steps that stay because this user may not delete them, already logged
@@ -359,6 +362,9 @@ class Retention:
         if len(saved) < 2:  # The metrics of the first step may still be added.
             return
         known = frozenset(name for one in saved for name in one.metrics)
+        self._saves_without_metrics += not known
+        if not known and self._saves_without_metrics < _EVALUATED_WITHIN:
+            return
         root, count = self._steps.root, len(saved)
         for metric in metrics - known:
             names, last = self._logged_metrics.get(metric, (frozenset(), 0))

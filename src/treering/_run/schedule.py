@@ -103,7 +103,7 @@ class Schedule:
         kinds = [_kind_of(criterion) for criterion in self._criteria]
         if kinds != ["number", "time"] if isinstance(save_every, tuple) else kinds == [None]:
             raise MismatchError(
-                f"save_every={save_every!r}: expected a number from 1, a timedelta from 0, (number, timedelta), "
+                f"save_every={save_every!r}: expected an integer from 1, a timedelta from 0, (integer, timedelta), "
                 "'auto' or a function of the step"
             )
         if mtbf is not None and (save_every != "auto" or not mtbf > datetime.timedelta(0)):

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from .. import formats, stores
 from .._core.entries import step_number
+from .._core.leaf_paths import join_names
 from .._restore.checkpoint import Checkpoint
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import summary
@@ -101,6 +102,8 @@ def find_step_copies(
             raise NotFoundError(
                 f"{place}: expected a run with steps whose names begin with {prefix!r}, found none{meant}"
             )
+        if format is not None and not is_native and not formats.accepts(format, store, place):
+            _check_no_other_steps(store, place, format.name)
         format = detect_or_explain(store, place) if format is None else check_exists(store, place, format)
         if step is not None:
             meant = new_run.suggest_run(store, place)
@@ -112,6 +115,13 @@ def find_step_copies(
     if number not in found:
         raise NotFoundError(f"{place}: expected step {number}, found {', '.join(map(str, list(found)[-5:]))}")
     return iter([StepCopy(number, store, *found[number])])
+
+
+def _check_no_other_steps(store: Store, place: str, format: str) -> None:
+    """Raises `NotFoundError` for a run whose steps have other formats than the one that the caller names."""
+    if steps := located_steps(store, place):
+        others = join_names(tuple(sorted({one.format or "treering" for one in steps.values()})))
+        raise NotFoundError(f"{place}: expected steps of the format {format!r}, found only steps of {others}")
 
 
 def check_exists(store: Store, place: str, format: formats.Format) -> formats.Format:

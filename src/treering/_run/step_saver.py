@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import time
 from typing import Any
 
@@ -20,6 +21,8 @@ from .pending_saves import Failures, PendingSaves, PendingStatus
 from .retention import Retention
 from .run_directory import HostChanges, RunDirectory
 from .schedule import Schedule
+
+_log = logging.getLogger("treering")
 
 
 class StepSaver:
@@ -51,7 +54,8 @@ class StepSaver:
         self._metadata, self._skip_if_busy = metadata, skip_if_busy
         self._unchanged = UnchangedArrays(retention.bases) if reuse_unchanged else None
         self.reuse = self._unchanged and self._unchanged.of_save
-        self.has_looked = False
+        self.has_looked = self._has_saved = False
+        self._left_out: int | None = None  # the step of the newest call, if it was not due
 
     @property
     def preempted(self) -> bool:
@@ -75,6 +79,9 @@ class StepSaver:
         try:
             with self._pending_saves.changing_run():
                 pending = self._save_if_due(started_at, step, tree, force, options)
+            self._has_saved = self._has_saved or pending is not None
+            # With on_exists="skip" the run may have the step.
+            self._left_out = step if pending is None and options.on_exists != "skip" else None
             if self._preemption:
                 self._preemption.note(step, is_saved=force or pending is not None, was_due=preempted)
             return pending
@@ -85,6 +92,16 @@ class StepSaver:
             return None
         finally:
             self._last_state.remember(step, tree, options, pending)
+
+    def log_left_out(self) -> None:
+        """Logs, once, that the loop ends with a step that is not saved: a warning if it has saved none at all."""
+        step, self._left_out = self._left_out, None
+        if step is not None and coordinator.process_index_and_count()[0] == 0:
+            _log.log(
+                logging.INFO if self._has_saved else logging.WARNING,
+                "%s: closed without saving step %d, the newest, which was not due; force=True saves it",
+                self._directory.root, step,
+            )  # fmt: skip
 
     def _save_if_due(
         self, started_at: float, step: int, tree: Any, force: bool, options: StepOptions
@@ -156,13 +173,13 @@ class StepSaver:
             return status, place, host_changes and host_changes.orders(), waited
 
     def _look(self) -> None:
-        """Logs similar steps and runs, once, if the run has no steps.
+        """Logs similar steps and runs, once, if the run has no steps. Raises `MismatchError` if it can be no run.
 
         Does nothing with a local tier, or in a bucket, where it takes requests.
         """
         if self.has_looked or self._directory.uploads or not self._directory.steps.store.has_folders:
             return
-        with contextlib.suppress(MismatchError, UnsupportedError):  # `restore_or_init` raises these.
+        with contextlib.suppress(UnsupportedError):  # `restore_or_init` raises it.
             resume.has_steps(self._directory)  # called for what it logs
         self.has_looked = True
 

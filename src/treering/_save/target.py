@@ -296,7 +296,9 @@ def _items(value: Any, where: str) -> Iterable[tuple[str, Any]] | None:
         raise UnsupportedError(f"{where}: {error}") from error
     for name, _ in items:
         if type(name) is not str:
-            raise UnsupportedError(f"{where}: the key {name!r} is a {type(name).__name__}; JSON has only text as keys")
+            raise UnsupportedError(
+                f"{where}: the key {name!r} has the type {type(name).__name__}; JSON has only text as keys"
+            )
     return items
 
 
@@ -311,7 +313,9 @@ def _scalar(array: Any, where: str) -> Any:
 
 
 def _unsupported(value: Any, where: str) -> UnsupportedError:
-    what = f"an array of shape {list(value.shape)}" if getattr(value, "shape", ()) else f"a {type(value).__qualname__}"
+    kind = type(value).__qualname__
+    named = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    what = f"an array of shape {list(value.shape)}" if getattr(value, "shape", ()) else named
     return UnsupportedError(
         f"{where}: {what} is not JSON; pass dicts, lists, text, numbers, bools and None, or objects made of these: "
         "ConfigDicts, dataclasses, paths, scalars (and vars(…) of a Namespace); arrays belong in the tree"

@@ -75,7 +75,7 @@ class Diff:
         return f"<Diff {self.equal} equal, {counts}>"
 
     def __str__(self) -> str:
-        lines = [f"{self.equal} leaves are equal"]
+        lines = [f"{count(self.equal, 'leaf is', 'leaves are')} equal"]
         lines += [f"  - {safe(path)}" for path in self.only_a]
         lines += [f"  + {safe(path)}" for path in self.only_b]
         lines += [f"  ~ {safe(path)}: {safe(what)}" for path, what in self.changed.items()]

@@ -40,8 +40,8 @@ def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float | str | None]
     return found
 
 
-def rounded(value: float | None) -> float | str | None:
+def rounded(value: float | None, digits: int = _DIGITS) -> float | str | None:
     """Rounds a number to the digits that a chart needs. A number that JSON lacks becomes a text."""
     if value is None or isinstance(value, int):
         return value
-    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else str(value)
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)

@@ -167,6 +167,8 @@ _SINGLE_FILES = {"fjformer", "safetensors", "flax", "equinox", "tensorflow"}  # 
 _ALIASES = {"easylm": "fjformer"}
 # Endings that only these formats use. A folder of the native format with such a name would be taken for one of them.
 _ONLY_READ = {".npz": "npz", ".pt": "torch", ".pth": "torch", ".h5": "keras", ".keras": "keras"}
+# Files of these endings are never checkpoints. A directory of that name would surprise its reader.
+_OTHER_FILES = (".npy", ".pkl", ".pickle", ".tar", ".tgz", ".gz", ".zip", ".zst", ".json", ".csv", ".gguf", ".onnx")
 # Formats that are never detected, because files of another format may look like theirs.
 _UNDETECTED = {"t5x-without-zeros": "t5x:WITHOUT_ZEROS", "zarr": "zarr"}
 
@@ -236,9 +238,15 @@ def get(name: str) -> Format:
     if name not in _registered:
         _register_installed()
     if name not in _registered:
-        known = ", ".join(map(repr, [*names(), *_UNDETECTED]))
-        raise MismatchError(f"format={name!r}: expected one of {known}")
+        raise MismatchError(_unknown(name, [*names(), *_UNDETECTED]))
     return _registered[name]
+
+
+def _unknown(name: object, known: Sequence[str]) -> str:
+    """Returns the message about a name that is none of the known ones."""
+    similar = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7) if isinstance(name, str) else []
+    meant = f"{similar[0]!r}, or another" if similar else ""
+    return f"format={name!r}: expected {meant or 'one'} of {', '.join(map(repr, known))}"
 
 
 def for_path(path: str, name: str | None) -> Format:
@@ -254,7 +262,7 @@ def for_path(path: str, name: str | None) -> Format:
             named = get(name)
         except MismatchError:
             written = [one for one in [*names(), *_UNDETECTED] if not isinstance(get(one), ReadOnly)]
-            raise MismatchError(f"format={name!r}: expected one of {', '.join(map(repr, written))}") from None
+            raise MismatchError(_unknown(name, written)) from None
         if isinstance(named, ReadOnly):
             raise named.only_read(path)
         return named
@@ -272,6 +280,12 @@ def for_path(path: str, name: str | None) -> Format:
             "format, such as 'treering'"
         )
     ending = posixpath.splitext(path)[1]
+    if ending.lower() in _OTHER_FILES:
+        raise UnsupportedError(
+            f"{path}: expected a name for a format that can be written, found the ending {ending}, of a file that none "
+            "of them is; choose another ending, such as .safetensors, or name the format, such as 'treering', which "
+            "writes a directory"
+        )
     for similar in difflib.get_close_matches(ending.lower(), suffixes, n=1, cutoff=0.85):
         if abs(len(ending) - len(similar)) <= 2:
             raise UnsupportedError(

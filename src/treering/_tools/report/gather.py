@@ -288,6 +288,6 @@ def _change(path: str, what: str, change: ValueChange | None) -> dict[str, Any]:
     about: dict[str, Any] = {"path": safe(path), "what": safe(what)}
     if change is None:
         return about
-    numbers = {"largest": change.largest, "relative": change.relative, "cosine": change.cosine}
-    share = change.differing / max(change.size, 1)
-    return {**about, "share": rounded(share), **{name: rounded(value) for name, value in numbers.items()}}
+    numbers = {"share": change.differing / max(change.size, 1), "largest": change.largest, "relative": change.relative}
+    # The cosine of arrays that differ a little is almost 1.
+    return {**about, **{name: rounded(one) for name, one in numbers.items()}, "cosine": rounded(change.cosine, 7)}
