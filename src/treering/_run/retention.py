@@ -193,6 +193,7 @@ class Retention:
             self._hook_queue.wait()
             if self._directory.is_held:  # Metrics may have come since the last save, also from hooks.
                 self.retain_late()
+                self._warn_without_metrics()
             self._deletion_queue.wait()
             self._release_error = self._directory.end_writing()
 
@@ -357,6 +358,13 @@ class Retention:
             self._logged_links.add(path)
             _log.warning("%s: step %d stays: %s to it", self._steps.root, step, run_layout.describe_links(leading))
         return leading is not None
+
+    def _warn_without_metrics(self) -> None:
+        """Logs, at the end of a job that was too short to log it before, that no step has metrics."""
+        if self._keep and 0 < self._saves_without_metrics < _EVALUATED_WITHIN:
+            self._saves_without_metrics = _EVALUATED_WITHIN
+            with self._logging_errors():
+                self._warn_of_unknown_metrics(self._list_steps()[0], self._keep.metrics)
 
     def _warn_of_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
         if len(saved) < 2:  # The metrics of the first step may still be added.
