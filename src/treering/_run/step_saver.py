@@ -77,6 +77,8 @@ class StepSaver:
                 pending = self._save_if_due(started_at, step, tree, force, options)
             if self._preemption:
                 self._preemption.note(step, is_saved=force or pending is not None, was_due=preempted)
+            if pending:
+                pending._wait_if_exiting()
             return pending
         except SaveError as error:
             if self._failures.raises:
