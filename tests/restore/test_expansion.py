@@ -15,7 +15,7 @@ import xxhash
 import treering as tr
 from torch_files import View, archive
 from treering._cli.main import main
-from treering._tools.report import gather
+from treering._tools.report.gather import gather
 from treering.errors import MismatchError
 
 _MANY = 130
