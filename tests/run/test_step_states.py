@@ -608,6 +608,18 @@ def test_known_sequences(events: list[Any]) -> None:
                 world.job(disks, plan, 0, True)
 
 
+def test_a_new_disk_says_which_steps_are_of_the_run() -> None:
+    """Of the last job only a disk without files of the step is left. One that was away has all files."""
+    with worlds("known") as world:
+        world.names, world.copies = "abcd", 2
+        world.job("db", ["save"], 0, True)
+        world.job("cad", ["save"], 0, True)
+        world.empty("c")
+        world.empty("d")
+        job = world.job("ab", [], 0, True)
+        assert job.listed is not None and job.listed.keys() == {1}
+
+
 def test_parts_stay_while_the_only_manifest_cannot_be_read() -> None:
     """A disk has array files alone, because its process was killed. The disk with the manifest fails for one job."""
     with worlds("unreadable") as world:

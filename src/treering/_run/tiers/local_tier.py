@@ -70,7 +70,7 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
 
     claim: to be recorded in the journal, once the other orders are obeyed.
     retired: the identities of steps that do not belong to the run, and if they are "archived" or "deleted".
-    manifests: by name, those of steps of which a disk may have array files alone.
+    manifests: by name, those of steps of which a disk may have array files alone or, at a claim, nothing.
     unnamed: the names of the folders to archive if they have no manifest, because a disk that is not here, or cannot
         be read now, may have it.
     """
@@ -120,7 +120,8 @@ class LocalTier:
         """Archives, deletes and completes steps as ordered, and then records the claim."""
         with self._turn:
             to_archive: list[str] = []
-            for name in self.folders():
+            names = self.folders()
+            for name in names:
                 path = self.path(name)
                 if host_files.is_in_use(self.store, path):
                     continue
@@ -134,6 +135,9 @@ class LocalTier:
                     to_archive.append(path)
             self.archive(to_archive)
             if orders.claim:
+                for name in orders.manifests.keys() - names:
+                    self.store.make_folders(self.path(name), [])
+                    host_files.adopt_manifest(self.store, self.path(name), orders.manifests[name].encode("latin-1"))
                 # Last: the claim says that all steps here belong to the run, even those that were to leave it.
                 there = set(self.identities().values())
                 records = {one: why for one, why in self.journal.contents.retired.items() if one not in there}

@@ -192,7 +192,8 @@ class Meeting:
         retired = {**verdict.retired, **dict.fromkeys(missing.values(), "archived")}
         manifests: dict[str, str] = {}
         for name, (identity, _) in verdict.steps.items():
-            others = [one.steps[name].identity for one in reports.values() if name in one.steps]
+            # A disk that is new to the run gets them, too: it may be the only one of this job that the next job has.
+            others = [one.steps[name].identity if name in one.steps else None for one in reports.values()]
             if name not in missing and any(other != identity for other in others):
                 manifests |= self._local.manifest_of(name)
         ids = {index: one.journal.disk for index, one in reports.items()}
