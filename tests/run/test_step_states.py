@@ -609,7 +609,7 @@ def test_known_sequences(events: list[Any]) -> None:
 
 
 def test_a_new_disk_says_which_steps_are_of_the_run() -> None:
-    """Of the last job only a disk without files of the step is left. One that was away has all files."""
+    """The last job has left only a disk without files of the step. One that was away has all files."""
     with worlds("known") as world:
         world.names, world.copies = "abcd", 2
         world.job("db", ["save"], 0, True)
