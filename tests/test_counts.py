@@ -538,6 +538,18 @@ def test_a_directory_in_a_bucket_is_listed_once(tmp_path: pathlib.Path) -> None:
                 assert many - few <= each * 4, (command[0], what, few, many)
 
 
+def test_closing_a_job_lists_no_steps(tmp_path: pathlib.Path) -> None:
+    store = _Requests(tmp_path / "bucket")
+    with stores.using(KeyValueStore(store), "counted"):
+        ckpts = tr.Checkpointer("counted://bucket/run", keep=tr.keep.last(5))
+        for step in range(1, 5):
+            ckpts.save(step, {"w": np.ones(4)})
+        ckpts.wait()
+        store.requests.clear()
+        ckpts.close()
+        assert store.requests == {"write": 1}, "the lease is released"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mmap", [None, False], ids=["mapped", "read"])
 def test_each_byte_is_gone_through_once(paths: Iterator[str], mmap: bool | None) -> None:
