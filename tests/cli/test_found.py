@@ -158,7 +158,10 @@ def test_cp_refuses_targets_in_which_the_copy_would_be_lost(
     found = treering("cp", run, tmp_path / "other")
     assert found.code == 3 and "begin with 'step-'" in found.err and tr.steps(tmp_path / "other") == [1]
     for flags in ([], ["--overwrite"]):
-        assert "expected a target other than the source" in treering("cp", run, run, *flags).err
+        assert "found the source itself" in treering("cp", run, run, *flags).err
+        for source in (run, tmp_path / "c"):
+            assert "found a place in it, inner/copy" in treering("cp", source, source / "inner/copy", *flags).err
+            assert not (source / "inner").exists()
 
 
 @pytest.mark.parametrize(

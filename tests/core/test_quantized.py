@@ -73,6 +73,15 @@ _KNOWN = {
         "m.0.weight",
         {"-weight": ("int8", (512, 256)), "-SCB": (_F32, (512,)), "-weight_format": ("uint8", ())},
     ),
+    "fp8 of DeepSeek's programs": ("m.0.weight", {"-weight": (_FP8, (512, 200)), "-scale": (_F32, (4, 2))}),
+    "unknown float4": (
+        "m.0.weight",
+        {"-weight": ("float4_e2m1fn", (512, 256)), "-weight_scale": ("float8_e8m0fnu", (512, 8))},
+    ),
+    "unknown float8": ("m.0.weight", {"-weight": ("float8_e3m4", (512, 256)), "-weight_scale": (_F32, (1,))}),
+    "unknown int8": ("m.0.weight", {"-weight": ("int8", (512, 256)), "-scale": (_F32, (512, 1))}),
+    "unknown below": ("m.0.weight", {"+": (_FP8, (512, 256)), "+.scale": (_F32, ())}),
+    "unknown scales": ("m.0.w", {"+": (_FP8, (512, 256)), "+_scales": (_F32, (512, 1))}),
     "Keras": ("dense/kernel", {"kernel": ("int8", (256, 512)), "kernel_scale": (_F32, (512,))}),
 }
 

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import json
 import lzma
 import os
 import pickle
@@ -19,6 +20,7 @@ import scipy.io
 
 import torch_files
 import treering as tr
+from helpers import REAL
 from tensorflow_bundles import Bundle
 from treering import formats, stores
 from treering.errors import CorruptError, NotFoundError, TreeringError, UnsupportedError
@@ -207,6 +209,36 @@ def test_files_of_pytorch_below_a_folder(tmp_path: Path, file: str) -> None:
     with pytest.raises(NotFoundError) as raised:
         tr.open(tmp_path)
     assert f"{tmp_path}: {file} in it is a file of PyTorch; open it by its own path; of no" in str(raised.value)
+
+
+def test_files_of_pytorch_with_one_model(tmp_path: Path) -> None:
+    """Opening one of them is half of the model. Following the advice gives all of it."""
+    files = [tmp_path / f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    for n, file in enumerate(files):
+        file.write_bytes(torch_files.archive({f"{n}.w": torch_files.tensor(np.ones(3))}))
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {f"{n}.w": file.name for n, file in enumerate(files)}}))
+    for path, words in (
+        (tmp_path, "pytorch_model-00002-of-00002.bin in it is one of the 2 files of PyTorch of one model"),
+        (index, "it is an index of files of PyTorch"),
+    ):
+        with pytest.raises((NotFoundError, UnsupportedError), match=f": {words}; open each .*: first | second; of no"):
+            tr.open(path)
+    first, second = (tr.restore(file) for file in files)
+    assert sorted(first | second) == ["0.w", "1.w"]
+
+
+def test_shards_of_keras_are_named_by_their_index(tmp_path: Path) -> None:
+    for file in (REAL / "keras").glob("shards*"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(NotFoundError, match=r": shards\.weights\.json in it is an index of files of Keras; open it by"):
+        tr.open(tmp_path)
+
+
+def test_a_distributed_checkpoint_without_its_metadata(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(torch_files.archive({"w": torch_files.tensor(np.ones(3))}))
+    with pytest.raises(NotFoundError, match=r": it is a distributed checkpoint of PyTorch without its file \.metadata"):
+        tr.open(tmp_path)
 
 
 def test_a_saved_model_of_tensorflow(tmp_path: Path) -> None:

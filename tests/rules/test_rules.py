@@ -1028,3 +1028,17 @@ def test_what_has_no_name_can_be_dropped(tmp_path: pathlib.Path, empty: Any) -> 
     first = next(path for path in tr.open(tmp_path / "a") if path != "x")
     tr.convert(tmp_path / "a", tmp_path / "b", rules=[tr.rules.drop(first)])
     assert list(tr.restore(tmp_path / "b")) == ["x"]
+
+
+def test_text_is_not_cast_to_numbers(tmp_path: pathlib.Path) -> None:
+    tr.save(tmp_path / "a", {"names": np.array(["a", "b"]), "bytes": np.array([b"1", b"2"]), "w": np.ones(2)})
+    for name in ("names", "bytes"):
+        with pytest.raises(MismatchError, match=rf"{name}: expected numbers to cast to float32, found .* is text"):
+            tr.restore(tmp_path / "a", rules=[rules.cast(name, "float32")])
+    assert tr.restore(tmp_path / "a", rules=[rules.cast("names", "S1")])["names"].tolist() == [b"a", b"b"]
+    drops = (
+        r"tr\.rules\.drop\('bytes'\)\n  names: <U1; text, which a cast does not change; .*tr\.rules\.drop\('names'\)"
+    )
+    with pytest.raises(UnsupportedError, match=drops):
+        tr.convert(tmp_path / "a", tmp_path / "b.safetensors")
+    tr.convert(tmp_path / "a", tmp_path / "b.safetensors", rules=[rules.drop("names"), rules.drop("bytes")])

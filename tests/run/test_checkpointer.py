@@ -943,6 +943,14 @@ def test_a_step_of_flax_is_judged_by_the_names_around_it(tmp_path: pathlib.Path)
     assert ckpts.steps == [3, 9] and ckpts.open(3).path.endswith("checkpoint_3")
 
 
+def test_steps_that_are_files_need_no_tidying(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        tr.save(tmp_path / f"checkpoint_{step}", {"x": np.zeros(2)}, format="flax")
+    with tr.Checkpointer(tmp_path, prefix="checkpoint_") as ckpts:
+        ckpts.save(3, {"x": np.zeros(2)})
+    assert tr.steps(tmp_path) == [1, 2, 3] and not [one for one in caplog.records if one.levelname == "WARNING"]
+
+
 def test_the_newest_step_is_deleted_while_its_age_is_asked(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

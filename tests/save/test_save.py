@@ -241,6 +241,35 @@ def test_unraised_failure_is_printed_at_exit(tmp_path: pathlib.Path) -> None:
     assert everything(tmp_path) == []
 
 
+def test_a_masked_metric_is_nan(tmp_path: pathlib.Path) -> None:
+    """`numpy.ma.masked` has the number 0 below its mask, which would be the best loss of a run."""
+    hidden = np.ma.array([1.0, 2.0], mask=True)
+    metrics = {"mean": hidden.mean(), "one": hidden[0], "seen": np.ma.array(2.0)}
+    tr.save(tmp_path / "c", {"x": 1}, metrics=metrics)
+    found = tr.open(tmp_path / "c").metrics
+    assert np.isnan(found["mean"]) and np.isnan(found["one"]) and found["seen"] == 2
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_save_in_a_function_of_atexit(tmp_path: pathlib.Path, first: bool) -> None:
+    """Python has waited for threads by then. It calls what was registered first last."""
+    done = run(
+        f"""
+        import atexit, sys
+        def end():
+            ckpts.save(2, {{"x": np.ones(1 << 20)}})
+            tr.save_async(sys.argv[1] + "/x", {{"x": np.ones(1 << 20)}})
+        {"atexit.register(end)" if first else ""}
+        import numpy as np, treering as tr
+        ckpts = tr.Checkpointer(sys.argv[1] + "/run")
+        {"" if first else "atexit.register(end)"}
+        """,
+        tmp_path,
+    )
+    if "more are allowed here" not in done.stderr:  # Python 3.12 and later start no threads then.
+        assert (tr.steps(tmp_path / "run"), tr.open(tmp_path / "x")["x"].shape) == ([2], (1 << 20,)), done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("background", [False, True])
 def test_ctrl_c_while_saving_leaves_nothing_half_done(tmp_path: pathlib.Path, background: bool) -> None:
@@ -419,6 +448,7 @@ DICT_LOOP["a"] = DICT_LOOP
         ({"metadata": [np.complex64(1), 1]}, r"metadata\[0\]: a complex64 is not JSON"),
         ({"metadata": np.longdouble(1)}, "metadata: a longdouble is not JSON"),
         ({"metadata": [b"abc"]}, r"metadata\[0\]: a bytes is not JSON"),
+        ({"metadata": {"a": np.ma.masked}}, r"metadata\['a'\]: a MaskedConstant is not JSON"),
         ({"metadata": [_Config]}, r"metadata\[0\]: a type is not JSON"),
         ({"metadata": _CONFIG}, "metadata: None value found in required reference"),
         ({"metadata": ml_collections.ConfigDict({"a": {1: 2}})}, r"metadata\['a'\]: the key 1 has the type int"),

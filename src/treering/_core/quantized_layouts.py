@@ -13,7 +13,8 @@ from .entries import ArrayEntry
 Members = Mapping[str, ArrayEntry]  # by role
 
 _FLOAT8 = frozenset(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3"))
-SMALL_DTYPES = _FLOAT8 | {"int8", "int4", "int2", "uint8", "uint4", "uint2", "float4_e2m1fn", "float8_e4m3b11fnuz"}
+_RARE_FLOATS = frozenset(("float4_e2m1fn", "float8_e4m3b11fnuz", "float8_e3m4"))
+SMALL_DTYPES = _FLOAT8 | _RARE_FLOATS | {"int8", "int4", "int2", "uint8", "uint4", "uint2"}
 _SIGNED = _FLOAT8 | {"int8", "int4"}
 CODES = SMALL_DTYPES | {"int32", "uint32"}
 FLOATS = frozenset(("float32", "bfloat16", "float16", "float64"))
@@ -416,7 +417,20 @@ LAYOUTS = (
         False,
         _fits({"int8", "uint8"}, FLOATS, _any_shape),
     ),
+    QuantizedLayout(
+        "fp8",
+        "DeepSeek-V3, inference/convert.py and inference/model.py",
+        "weight",
+        {"scale": "scale"},
+        _INPUT,
+        "weight",
+        False,
+        _fits(_FLOAT8),
+    ),
     # Several libraries write such names for other arrays than `weight`, too. Some multiply by the scale, others divide.
     QuantizedLayout("fp8", "transformers 4.57.1", "", {"scale": "_scale_inv"}, {}, "", False, _fits(_SIGNED)),
-    QuantizedLayout("unknown", "not read", "", {"scale": "_scale"}, {}, "", False, _fits(_SIGNED, FLOATS)),
+    *(
+        QuantizedLayout("unknown", "not read", codes, {"scale": scale}, {}, codes, False, _fits(_SIGNED | _RARE_FLOATS))
+        for codes, scale in (("", "_scale"), ("", "_scales"), ("", "/scale"), ("weight", "scale"), ("kernel", "scale"))
+    ),
 )

@@ -112,8 +112,13 @@ def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
 
 
 def cast(leaf: Leaf, dtype: str) -> Leaf:
-    """Returns the leaf with its values in another dtype."""
+    """Returns the leaf with its values in another dtype. Raises `MismatchError` if it would have to parse text."""
     new = dtypes.to_numpy(dtype)
+    if dtypes.to_numpy(leaf.array.dtype).kind in "SU" and new.kind not in "SU":
+        raise MismatchError(
+            f"{leaf.entry.path}: expected numbers to cast to {dtype}, found {leaf.array.dtype}, which is text; choose "
+            "a narrower pattern"
+        )
 
     def plan(box: Box) -> ReadPlan:
         inner = leaf.plan_of(box)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -195,7 +196,7 @@ def allow_transfers() -> Iterator[None]:
 def encode_metrics(found: Mapping[str, Any] | None) -> dict[str, float | str]:
     """Encodes metrics as the manifest records them.
 
-    Raises `MismatchError` unless each name is text and each value is a real scalar.
+    A masked scalar is NaN. Raises `MismatchError` unless each name is text and each value is a real scalar.
     """
     if not isinstance(found, Mapping | None):
         raise MismatchError(f"metrics={found!r:.60}: expected a dict of names and real scalars")
@@ -209,5 +210,7 @@ def encode_metrics(found: Mapping[str, Any] | None) -> dict[str, float | str]:
             inner = next(iter(value), None) if isinstance(value, Mapping) else None
             flat = f"; write {f'{name}/{inner}'!r}: …" if isinstance(inner, str) else ""
             raise MismatchError(f"metrics[{name!r}]: expected a name and a real scalar, found {value!r:.60}{flat}")
-        numbers[name] = encode_float(float(array))
+        # NumPy's mean of values that are all hidden is such a scalar. The number below a mask means nothing.
+        is_hidden = isinstance(value, np.ma.MaskedArray) and bool(np.ma.getmaskarray(value))
+        numbers[name] = encode_float(math.nan if is_hidden else float(array))
     return numbers

@@ -87,6 +87,8 @@ class StepSaver:
                 self._left_out = step
             if self._preemption:
                 self._preemption.note(step, is_saved=force or pending is not None, was_due=preempted)
+            if pending:
+                pending._wait_if_exiting()
             return pending
         except SaveError as error:
             if self._failures.raises:

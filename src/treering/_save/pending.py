@@ -207,6 +207,15 @@ class PendingSave:
         self._finished.wait(timeout)
         return self.done()
 
+    def _wait_if_exiting(self) -> None:
+        """Waits until the save is over if a function of `atexit` has begun it.
+
+        Python has waited for all threads before it calls these functions, so it would end this one.
+        """
+        main = threading.main_thread()
+        if threading.get_ident() == main.ident and not main.is_alive():
+            self._wait()
+
     def _watch(self, thread: Thread, previous: Latch | None, pool: ThreadPool) -> None:
         """Notes what is to be ended if the thread that saves ends without a result. Called before it is started."""
         self._pool = pool

@@ -121,10 +121,12 @@ def save_async(
     what a limit of this process, such as ``ulimit -d``, leaves, or if the copies of all processes of a host would leave
     less than an eighth of its memory. Treering logs that.
     """
-    return _start(
+    pending = _start(
         path, tree, step, metrics, metadata, base, processes, timeout,
         SaveOptions(format, overwrite, rules, dtype, memory_limit, True, progress, options),
     )  # fmt: skip
+    pending._wait_if_exiting()
+    return pending
 
 
 def _start(

@@ -304,7 +304,7 @@ def _items(value: Any, where: str) -> Iterable[tuple[str, Any]] | None:
 
 def _scalar(array: Any, where: str) -> Any:
     """Returns the Python number, bool or text of an array without axes. Raises `UnsupportedError` for other arrays."""
-    if array.shape == () and not isinstance(array, core.Tracer):
+    if array.shape == () and not isinstance(array, core.Tracer | np.ma.MaskedArray):
         is_plain = not jax.numpy.issubdtype(array.dtype, jax.dtypes.extended)  # keys are not
         item = np.asarray(array).item() if is_plain else None
         if type(item) in (bool, int, float, str):

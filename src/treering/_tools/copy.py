@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .. import formats, stores
-from .._core.leaf_paths import join_names
+from .._core.leaf_paths import join_names, relative_to
 from .._run import external_writes, new_run
 from .._run import run_layout as _run
 from .._run.step_fallback import detect_or_explain, retry_if_replaced
@@ -210,8 +210,11 @@ def copy_checkpoints(
     """
     path, to = stores.absolute(source), stores.absolute(target)
     source_store, target_store = stores.get(path), stores.get(to)
-    if source_store is target_store and source_store.real_path(path) == target_store.real_path(to):
-        raise MismatchError(f"{to}: expected a target other than the source, found the source itself")
+    if source_store is target_store:
+        inside = relative_to(target_store.real_path(to), source_store.real_path(path))
+        if inside is not None:
+            what = f"a place in it, {inside}" if inside else "the source itself"
+            raise MismatchError(f"{to}: expected a target other than the source, found {what}")
     done = CopyResult()
     with source_store.glance(path):
         single = summary.stat_manifest(source_store, path) is not None

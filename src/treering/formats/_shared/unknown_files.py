@@ -15,6 +15,11 @@ TORCH_CHUNKS = ".distcp"  # ends the names of files that have one archive after 
 RESAVE_TORCH = (
     "save it again where PyTorch is, and open the new file: torch.save(torch.load(path, weights_only=True), 'model.pt')"
 )
+_JOIN_TORCH = "open each by its own path, and join the dicts that restore returns: first | second"
+_INCOMPLETE_DCP = (
+    "a distributed checkpoint of PyTorch without its file .metadata, which a copy of dir/* leaves out, and which is "
+    "written last; get a complete copy of it"
+)
 _SAVE_SCRIPT = (
     "where PyTorch is, save its tensors, and open the new file: "
     "torch.save(torch.jit.load(path).state_dict(), 'model.pt')"
@@ -62,6 +67,9 @@ _MAX_FILES = 20  # files of which the beginning is read
 _MAX_FOLDERS = 20  # folders that are looked at
 _MAX_OPENED = 5  # folders that a message names
 _INDEX = ".index"
+_KERAS_INDEX = ".weights.json"
+_TORCH_INDEX = ".bin.index.json"
+_SHARD = re.compile(r"-[0-9]+-of-([0-9]+)\.[^.]+$")
 _NO_WEIGHTS = re.compile("training_args|optim|scheduler|scaler|rng|random_states")  # in names; named if all are such
 _MAX_ZARR_NAMES = 50  # files and folders that are looked at for zarr arrays in a folder
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -115,6 +123,8 @@ def _describe_folder(store: Store, path: str, opens: Callable[[str], bool]) -> s
             return f"it is a folder with checkpoints in it; open one by its own path: {join_names(some)}"
         if not folder and (what := describe_zarr(store, path)):
             return f"it is {what}"
+        if index := next((x for x in names if x.endswith(_KERAS_INDEX) and opens(posixpath.join(path, x))), None):
+            return f"{index} in it is an index of files of Keras; open it by its own path"
         for name in [name for name in names if name.endswith(_OTHER_SUFFIXES)][:files_left]:
             files_left -= 1
             file = posixpath.join(path, name)
@@ -163,6 +173,8 @@ def _describe_names(names: Collection[str]) -> str | None:
         return f"a checkpoint of JAX's pytree_serialization; {_ZARR_ADVICE}"
     if {*names} >= _ICECHUNK:
         return "a repository of Icechunk; open it with icechunk and zarr, and save its arrays"
+    if ".metadata" not in names and any(name.endswith(TORCH_CHUNKS) for name in names):
+        return _INCOMPLETE_DCP
     return _zarr_of(names)
 
 
@@ -176,6 +188,8 @@ def _describe_file(store: Store, path: str) -> str | None:
         begin = blob.read_up_to(_HEAD_BYTES)
     if not begin:
         return "empty; fetch it again"
+    if path.endswith(_TORCH_INDEX):
+        return f"an index of files of PyTorch; {_JOIN_TORCH}"
     if begin.startswith(b"PK\x03\x04"):
         return _describe_zip(begin, path)
     if begin[0] == 8 and path.endswith(".onnx"):  # The version, which the file has first; it has no signature.
@@ -189,6 +203,8 @@ def _describe_zip(begin: bytes, path: str) -> str:
     if first.endswith(b".npy"):
         return "an archive of NumPy (.npz); open it by its own path"
     if first.endswith(TORCH_PICKLE.encode()):
+        if (shard := _SHARD.search(path)) and int(shard[1]) > 1:
+            return f"one of the {int(shard[1])} files of PyTorch of one model; {_JOIN_TORCH}"
         return f"a file of PyTorch; open {'its folder' if path.endswith(TORCH_CHUNKS) else 'it by its own path'}"
     if re.fullmatch(rb"[^/]+/data/0", first) and path.endswith(_TORCH_SUFFIXES):
         return f"probably a program of TorchScript; {_SAVE_SCRIPT}"

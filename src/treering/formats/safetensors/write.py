@@ -141,7 +141,10 @@ def holdable(file: str, contents: Source) -> list[ArrayEntry]:
         elif entry.dtype == nibbles.DTYPE and not nibbles.is_paired(entry.shape):
             problem = f"{entry.dtype} with an odd last axis, but two share a byte; pad that axis, or cast the array"
         elif entry.dtype not in _CODES:
-            advice = "pack it by a rule, or cast it" if entry.dtype in ("int4", "uint4") else "cast it by a rule"
+            if dtypes.to_numpy(entry.dtype).kind in "SU":
+                advice = f"text, which a cast does not change; {drop_code(path)}"
+            else:
+                advice = "pack it by a rule, or cast it" if entry.dtype in ("int4", "uint4") else "cast it by a rule"
             problem = f"{entry.dtype}; {advice}"
         elif path == "__metadata__":
             problem = "the format uses this name itself; rename it by a rule"

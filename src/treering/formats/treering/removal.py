@@ -68,7 +68,7 @@ def collect_garbage(store: Store, path: str, *, remove_empty: bool = False) -> N
         if any(OWN_FILES.fullmatch(name) for name in names):
             at_once = store.has_locks or MANIFEST not in names
             _collect_garbage(store, path, (lambda name: True) if at_once else are_old)
-        if remove_empty and store.stat(path):
+        if remove_empty and (found := store.stat(path)) and not found.is_file:  # as Flax writes a step
             left = store.list(path)
             if left == [PIN]:  # The pin of a step that was deleted while another disk had its manifest.
                 store.delete(posixpath.join(path, PIN))
