@@ -525,10 +525,10 @@ def test_a_directory_in_a_bucket_is_listed_once(tmp_path: pathlib.Path) -> None:
 
         def requests(*arguments: str) -> int:
             store.requests.clear()
-            main([*arguments])
+            assert main([*arguments]) == 0
             return sum(store.requests.values())
 
-        for n, name in itertools.product(range(8), ("runs-8/run{n}/step-00000001", "checkpoints-8/c{n}")):
+        for n, name in itertools.product(range(8), ("runs-8/run{n}/step-00000001", "checkpoints-8/{n}c")):
             tr.save(f"counted://bucket/{name.format(n=n)}", {"w": np.ones(4)})
             if n < 4:
                 tr.save(f"counted://bucket/{name.format(n=n).replace('-8', '-4')}", {"w": np.ones(4)})
