@@ -111,7 +111,7 @@ ELSEWHERE = {
     "mmap=True maps them": "restore/test_expansion.py::test_what_no_memory_can_hold_together_is_refused",
     "tr.rules.cast changes the dtype": "restore/test_restore.py::test_a_rule_makes_integers_of_another_dtype",
     "grow=[…] keeps": "restore/test_grown_parts.py::test_a_state_that_grows_comes_back_as_the_error_advises",
-    "not due; force=True saves it": "run/test_interval.py::test_a_loop_that_ends_with_an_unsaved_step_says_so",
+    "closed without saving step": "run/test_interval.py::test_a_loop_that_ends_with_an_unsaved_step_says_so",
     "grow= cannot make it": "restore/test_grown_parts.py::test_what_cannot_be_made_is_an_error_that_says_how_to_get_it",
     "Pass sharding='saved'": "restore/test_array_placement.py::test_spread_arrays_without_placement_are_named",
     "rules=[…] restores it": "formats/test_orbax_iterators.py::test_the_rule_that_an_error_names_takes_the_position",

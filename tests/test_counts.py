@@ -525,10 +525,10 @@ def test_a_directory_in_a_bucket_is_listed_once(tmp_path: pathlib.Path) -> None:
 
         def requests(*arguments: str) -> int:
             store.requests.clear()
-            main([*arguments])
+            assert main([*arguments]) == 0
             return sum(store.requests.values())
 
-        for n, name in itertools.product(range(8), ("runs-8/run{n}/step-00000001", "checkpoints-8/c{n}")):
+        for n, name in itertools.product(range(8), ("runs-8/run{n}/step-00000001", "checkpoints-8/{n}c")):
             tr.save(f"counted://bucket/{name.format(n=n)}", {"w": np.ones(4)})
             if n < 4:
                 tr.save(f"counted://bucket/{name.format(n=n).replace('-8', '-4')}", {"w": np.ones(4)})
@@ -536,6 +536,18 @@ def test_a_directory_in_a_bucket_is_listed_once(tmp_path: pathlib.Path) -> None:
             for what in ("runs", "checkpoints"):
                 few, many = (requests(command[0], f"counted://bucket/{what}-{n}", *command[1:]) for n in (4, 8))
                 assert many - few <= each * 4, (command[0], what, few, many)
+
+
+def test_closing_a_job_lists_no_steps(tmp_path: pathlib.Path) -> None:
+    store = _Requests(tmp_path / "bucket")
+    with stores.using(KeyValueStore(store), "counted"):
+        ckpts = tr.Checkpointer("counted://bucket/run", keep=tr.keep.last(5))
+        for step in range(1, 5):
+            ckpts.save(step, {"w": np.ones(4)})
+        ckpts.wait()
+        store.requests.clear()
+        ckpts.close()
+        assert store.requests == {"write": 1}, "the lease is released"
 
 
 @pytest.mark.long

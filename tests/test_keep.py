@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from treering import keep
@@ -130,6 +132,10 @@ def test_a_union_keeps_what_any_of_its_parts_keeps() -> None:
 def test_wrong_arguments(make: Any) -> None:
     with pytest.raises(MismatchError, match=r"keep\."):
         make()
+
+
+def test_a_scalar_of_jax_is_the_number_of_a_step() -> None:
+    assert keep.steps(jnp.int32(5)) == keep.steps(np.array(5)) == keep.steps(5)
 
 
 @pytest.mark.parametrize(

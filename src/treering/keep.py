@@ -104,7 +104,8 @@ def every(interval: int | datetime.timedelta) -> Policy:
 
 def steps(*numbers: int) -> Policy:
     """Keeps the given steps."""
-    if len(numbers) == 1 and isinstance(numbers[0], Iterable):
+    # A scalar of JAX has the methods of an iterable, too.
+    if len(numbers) == 1 and isinstance(numbers[0], Iterable) and getattr(numbers[0], "ndim", 1):
         raise MismatchError(f"keep.steps: expected integers, found {numbers[0]!r:.100}; write keep.steps(*numbers)")
     return Policy((_Steps(frozenset(_check_count("steps", number, minimum=0) for number in numbers)),))
 

@@ -85,7 +85,7 @@ def copy(src: str, dst: str, *, optional: bool = False) -> Rule:
 
 
 def cast(glob: str, dtype: Any, *, optional: bool = False) -> Rule:
-    """Changes dtypes, as `numpy.ndarray.astype` does. But values that the dtype lacks are an error when they are read.
+    """Changes dtypes, as `numpy.ndarray.astype` does. But values that the dtype lacks, and text, are an error if read.
 
     Clip such values before, if that is meant:
 

@@ -4,6 +4,8 @@ import csv
 import os
 import pathlib
 import shutil
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,11 @@ import pytest
 
 import treering as tr
 from hostile_input import flip
+from sqlite_store import SqliteValues
+from treering import stores
 from treering._cli import output
+from treering.formats.treering import removal
+from treering.stores.key_values import KeyValueStore, Value
 
 
 def _run(path: pathlib.Path) -> pathlib.Path:
@@ -228,3 +234,40 @@ def test_metrics_leave_room_for_the_rest(run: str, sweep: pathlib.Path, treering
     assert (max(map(len, lines[:-2])) <= 80 and "acc" in lines[0] and "notes" not in lines[0]) or run
     assert "no room for" in lines[-2] and "choose with --metrics" in lines[-2]
     assert "layer19/norm" in treering("ls", sweep / run, "--metrics", "layer19/norm").out.splitlines()[0]
+
+
+class _Interrupted(SqliteValues):
+    """A store in which another process makes a change just before the next read of a manifest."""
+
+    change: Callable[[], object] | None = None
+
+    def read(self, key: str, begin: int, end: int) -> tuple[bytes, Value]:
+        change = self.change if key.endswith("treering.json") else None
+        if change:
+            self.change = None
+            thread = threading.Thread(target=change)  # It does not inherit the listings of this one.
+            thread.start()
+            thread.join()
+        return super().read(key, begin, end)
+
+
+def test_ls_and_du_list_again_what_a_job_changes(treering: Any, tmp_path: pathlib.Path) -> None:
+    values = _Interrupted(tmp_path / "bucket")
+
+    def replace() -> None:
+        tr.save("jobs://b/checkpoints/last", {"w": np.zeros(8)}, overwrite=True)
+
+    def advance() -> None:
+        tr.save("jobs://b/runs/two/step-00000002", {"w": np.ones(8)}, step=2)
+        removal.delete(stores.get("jobs://b"), "jobs://b/runs/two/step-00000001")
+
+    with stores.using(KeyValueStore(values), "jobs"):
+        for name in ("checkpoints/first", "checkpoints/last", "runs/one/step-00000001", "runs/two/step-00000001"):
+            tr.save(f"jobs://b/{name}", {"w": np.ones(4)}, step=1)
+        for command in (("ls", "jobs://b/checkpoints"), ("du", "jobs://b/checkpoints/last")):
+            values.change = replace
+            found = treering(*command)
+            assert (found.code, found.err, values.change) == (0, "", None), command
+        values.change = advance
+        found = treering("ls", "jobs://b/runs", "--json").json
+        assert [one["latest"] for one in found["runs"]] == [1, 2]

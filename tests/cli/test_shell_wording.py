@@ -22,7 +22,7 @@ _NOT_PRINTED = (
 _PYTHON = re.compile(r"pass [a-z_]+=|\bCheckpointer\b|treering\.(rules|open|save|follow)|=(True|False)\b|math\.inf")
 _OF_PROGRAMS = (  # Messages about the caller's program, and one of PyTorch.
     "weights_only=", "mmap=True maps", "Checkpointer of this process", "another Checkpointer, which",
-    "on_exists=", "not due; force=True", "save_on_preemption=", "rules: expected rules made by",
+    "on_exists=", "closed without saving", "save_on_preemption=", "rules: expected rules made by",
     "load it in the program that wrote it",
 )  # fmt: skip
 

@@ -89,6 +89,14 @@ def test_an_item_of_a_step_has_a_path_of_its_own(tmp_path: Path, write: str) -> 
 
 
 @pytest.mark.parametrize("write", ["treering", "orbax"])
+def test_a_directory_may_have_the_ending_of_a_file(tmp_path: Path, write: str) -> None:
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler(), write=write) as saver:
+        saver.save(tmp_path / "config.json", {"a": 1})
+        saver.save(tmp_path / "config.json", {"a": 2}, force=True)
+        assert saver.restore(tmp_path / "config.json") == {"a": 2}
+
+
+@pytest.mark.parametrize("write", ["treering", "orbax"])
 def test_force_deletes_nothing_but_checkpoints(tmp_path: Path, write: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.txt").write_text("keep")

@@ -479,10 +479,11 @@ def test_the_iterators_of_grain_are_items(tmp_path: Path) -> None:
 
 
 def test_the_format_is_chosen_by_an_argument_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert items.format_options(None, several=True) == items.format_options("treering", several=True) == {}
+    native = {"format": "treering"}
+    assert items.format_options(None, several=True) == items.format_options("treering", several=True) == native
     monkeypatch.setenv("TREERING_ORBAX_WRITE", "orbax")
     assert items.format_options(None, several=False) == {"format": "orbax", "composite": False}
-    assert items.format_options("treering", several=True) == {}
+    assert items.format_options("treering", several=True) == native
     with pytest.raises(MismatchError, match="write='zip': expected 'treering' or 'orbax'"):
         items.format_options("zip", several=True)
 

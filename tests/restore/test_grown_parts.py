@@ -18,6 +18,8 @@ from flax import nnx
 
 import treering as tr
 from helpers import assert_same
+from treering._core.leaf_paths import relative_to
+from treering._restore import grown_parts
 from treering.errors import MismatchError
 
 pytestmark = pytest.mark.compat
@@ -207,3 +209,19 @@ def test_parts_grow_from_other_formats(tmp_path: pathlib.Path, name: str) -> Non
     template["h"] = template.pop("history")
     found = tr.restore(tmp_path / name, template, rules=renamed, grow=["h", "buffer"])
     assert_same(found, {"w": saved["w"], "h": saved["history"], "buffer": saved["buffer"]})
+
+
+def test_the_hints_take_time_in_proportion(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of layers that the template lacks are not compared with each other."""
+    calls = collections.Counter[int]()
+
+    def counted(path: str, base: str) -> str | None:
+        calls[layers] += 1
+        return relative_to(path, base)
+
+    monkeypatch.setattr(grown_parts, "relative_to", counted)
+    for layers in (50, 100):
+        tr.save(tmp_path / str(layers), {"layers": [np.ones(1)] * layers})
+        with pytest.raises(MismatchError, match=r"grow=\['layers'\]"):
+            tr.restore(tmp_path / str(layers), {"layers": [np.ones(1)]})
+    assert 0 < calls[100] < 2.5 * calls[50]

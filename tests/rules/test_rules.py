@@ -1036,6 +1036,11 @@ def test_text_is_not_cast_to_numbers(tmp_path: pathlib.Path) -> None:
         with pytest.raises(MismatchError, match=rf"{name}: expected numbers to cast to float32, found .* is text"):
             tr.restore(tmp_path / "a", rules=[rules.cast(name, "float32")])
     assert tr.restore(tmp_path / "a", rules=[rules.cast("names", "S1")])["names"].tolist() == [b"a", b"b"]
+    like = {"w": np.ones(2, np.float32)}
+    assert tr.restore(tmp_path / "a", like, extra="ignore", rules=[rules.cast("**", "float32")])["w"].dtype == "f4"
+    with pytest.raises(MismatchError, match="which is text"):
+        tr.convert(tmp_path / "a", tmp_path / "c", rules=[rules.cast("**", "float32")])
+    assert not (tmp_path / "c").exists()
     drops = (
         r"tr\.rules\.drop\('bytes'\)\n  names: <U1; text, which a cast does not change; .*tr\.rules\.drop\('names'\)"
     )

@@ -192,6 +192,26 @@ def test_a_loop_that_ends_with_an_unsaved_step_says_so(
     assert "closed" not in caplog.text
 
 
+def test_a_step_that_the_run_has_is_not_called_unsaved(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    state = {"w": np.zeros(3)}
+    with tr.Checkpointer(tmp_path / "run", save_every=100) as ckpts:
+        ckpts.save(3, state, force=True)
+        ckpts.save(3, state)  # after the loop, which has saved it
+    with tr.Checkpointer(tmp_path / "run", save_every=100) as ckpts:
+        ckpts.save(ckpts.restore_or_init(lambda: state)[1], state)  # the loop had nothing to do
+    with tr.Checkpointer(tmp_path / "run", save_every=100) as ckpts:
+        ckpts.save(4, state)
+        with pytest.raises(tr.errors.UnsupportedError):
+            ckpts.save(5, {"w": object()}, force=True)
+    assert "closed" not in caplog.text
+    with tr.Checkpointer(tmp_path / "run", save_every=100, when_busy="skip") as ckpts:
+        ckpts.save(6, state)
+    assert "not due, or came while another one was being saved; force=True" in caplog.text
+
+
 def test_a_save_that_fails_does_not_end_it(tmp_path: pathlib.Path) -> None:
     (tmp_path / "above").write_text("in the way")
     with (

@@ -397,12 +397,13 @@ def test_a_wrong_mode_of_best_is_one_error_and_no_warning(
     tmp_path: pathlib.Path, warnings: Callable[[], list[str]]
 ) -> None:
     with tr.Checkpointer(tmp_path / "run") as ckpts:
-        ckpts.save(1, init(), metrics={"loss": 0.5, "train:loss": 0.5})
-    with pytest.raises(MismatchError, match=r"found loss, train:loss.* a name may end with :min or :max"):
+        ckpts.save(1, init(), metrics={"loss": 0.5, "loss:ema": 0.5, "train:loss": 0.5})
+    with pytest.raises(MismatchError, match=r"found loss, loss:ema, train:loss.* a name may end with :min or :max"):
         tr.open(tmp_path / "run", best="loss:lowest")
     assert not warnings()
-    assert tr.open(tmp_path / "run", best="train:loss").step == 1
-    assert "'train:loss:min' takes the lowest" in warnings()[0]
+    for name in ("train:loss", "loss:ema"):
+        assert tr.open(tmp_path / "run", best=name).step == 1
+        assert f"'{name}:min' takes the lowest" in warnings()[0]
 
 
 def test_the_processes_of_a_job_take_the_same_best_step(tmp_path: pathlib.Path) -> None:

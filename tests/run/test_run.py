@@ -960,6 +960,14 @@ def test_waiting_at_a_path_that_is_no_run_is_logged(
         assert caplog.messages == [f"{tmp_path}/{name}: waits for the first step{said}"]
 
 
+def test_following_a_run_next_to_an_object_of_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    run = "memory://following/run"
+    tr.save(run, {"w": np.ones(3)}, format="safetensors")
+    tr.save(f"{run}/step-00000001", {"w": np.ones(3)}, step=1)
+    assert [ckpt.step for ckpt in tr.follow(run, timeout=0)] == [1]
+    assert not caplog.messages
+
+
 def test_recording_where_no_run_is_says_what_is_meant(tmp_path: pathlib.Path) -> None:
     with tr.Checkpointer(tmp_path / "run") as ckpts:
         ckpts.save(1, {"w": np.ones(3)})

@@ -1,9 +1,10 @@
 """The commands that list runs and their sizes: ls, du."""
 
 import dataclasses
+import functools
 import os
 import posixpath
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -61,6 +62,10 @@ def ls(
     check_one_format(json_, csv_)
     place = stores.absolute(run)
     store = stores.get(place)
+    listing: Listing | None = None
+    lines: list[dict[str, Any]] = []
+    others: list[str] = []
+    describe: Callable[[str], dict[str, Any]] = _checkpoint_fields
     with store.glance(place):
         try:
             listing = list_run(run, union(keep), prefix)
@@ -69,14 +74,16 @@ def ls(
             if not (folder.runs or folder.checkpoints) or (not folder.runs and numbered_steps(store, place)):
                 raise  # The error names the prefix of steps.
             if folder.runs:
-                lines = [_run_fields(one, union(keep), best, prefix) for one in folder.runs]
+                describe = functools.partial(_run_fields, keep=union(keep), best=best, prefix=prefix)
                 others = [one.removeprefix(f"{place}/") for one in [*folder.checkpoints, *folder.folders_below]]
             elif best or keep:
                 found = "expected a run or a directory of runs with --best or --keep, found a directory of checkpoints"
                 raise click.UsageError(f"{place}: {found}") from None
-            else:
-                lines, others = [_checkpoint_fields(one) for one in folder.checkpoints], []
-            return _ls_folder(place, lines, others, best, metrics, sort, last, csv_=csv_, json_=json_)
+            lines = [describe(one) for one in folder.runs or folder.checkpoints]
+    if listing is None:
+        # What a job has deleted or replaced since the directory was listed is listed by itself.
+        lines = [describe(one["path"]) if one["changed"] else one for one in lines]
+        return _ls_folder(place, lines, others, best, metrics, sort, last, csv_=csv_, json_=json_)
     first = best_in(listing, *best) if best else None
     columns = {"step": "step", "saved": "created", "size": "nbytes"}
     chosen = _chosen(listing.path, [vars(row) for row in listing.rows], columns, metrics, sort, last)
@@ -236,6 +243,7 @@ def _ls_folder(
     json_: bool,
 ) -> int:
     """Lists the runs of a directory, or its checkpoints, one line each, and returns the exit code."""
+    lines = [{name: value for name, value in line.items() if name != "changed"} for line in lines]
     kind = "run" if "latest" in lines[0] else "checkpoint"
     columns = {name: field for name, field in {kind: "path", **_FOLDER_COLUMNS}.items() if field in lines[0]}
     if not best:
@@ -293,11 +301,11 @@ def _checkpoint_fields(path: str) -> dict[str, Any]:
     from .._run.open import open_checkpoint
 
     about: dict[str, Any] = {"path": path, "format": None, "step": None, "created": None, "nbytes": None, "error": None}
-    about["metrics"] = {}
+    about |= {"metrics": {}, "changed": False}
     try:
         ckpt = open_checkpoint(path)
     except (TreeringError, PermissionError) as error:
-        return {**about, "error": str(error)}
+        return {**about, "error": str(error), "changed": isinstance(error, NotFoundError)}
     created = ckpt.created and ckpt.created.timestamp()
     about |= {"format": ckpt.format, "step": ckpt.step, "created": created, "nbytes": ckpt.nbytes}
     return {**about, "metrics": ckpt.metrics}
@@ -309,13 +317,15 @@ def _run_fields(run: str, keep: "Policy | None", best: tuple[str, str] | None, p
 
     about = {"path": run, "latest": None, "created": None, "nbytes": None, "finished": False, "error": None}
     about |= {"not_listed": 0, "good": 0, **dict.fromkeys(_STATE_COLORS, 0)}
-    about |= {"format": None, "metrics": {}, "deleted": 0, "best": None, "best_value": None}
+    about |= {"format": None, "metrics": {}, "deleted": 0, "best": None, "best_value": None, "changed": False}
     try:
         listing = list_run(run, keep, prefix)
     except (TreeringError, PermissionError) as error:
-        return {**about, "error": str(error)}
+        return {**about, "error": str(error), "changed": isinstance(error, NotFoundError)}
     for row in listing.rows:
         about[row.state] = about.get(row.state, 0) + 1
+        # A step of another library that was deleted while it was opened looks damaged.
+        about["changed"] |= row.state == "gone" or (row.state == "damaged" and row.format != "treering")
     good = [row for row in listing.rows if row.state == "good"]
     about["closed"] += len(listing.closed)
     about["created"] = max((row.created for row in listing.rows if row.created is not None), default=None)
@@ -403,11 +413,12 @@ def du(path: str, depth: int, json_: bool) -> int:
     store = stores.get(place)
     usage = DiskUsage(store)
     with store.glance(place):
-        if _has_runs(store, place):
-            root, parts = place, _parts_of_folder(store, place, usage)
-            total = sum(size for _, size in parts)
-        else:
-            root, parts, total = _parts_of_checkpoint(path, depth)
+        has_runs = _has_runs(store, place)
+        parts = _parts_of_folder(store, place, usage) if has_runs else []
+    if has_runs:
+        root, total = place, sum(size for _, size in parts)
+    else:  # Outside of the block: opening starts again with a new listing if the checkpoint was replaced.
+        root, parts, total = _parts_of_checkpoint(path, depth)
     if json_:
         shown = [{"path": name, "nbytes": size} for name, size in parts]
         about = {"path": root, "nbytes": total, "parts": shown, "closed": usage.closed}

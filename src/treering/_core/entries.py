@@ -25,6 +25,7 @@ ArrayType = Literal["jax", "jax-weak", "numpy", "numpy-scalar", "key"]
 NO_ARRAY = ("none", "function")
 _log = logging.getLogger("treering")
 _LOWER_IS_BETTER = re.compile("loss|error|perplexity", re.IGNORECASE)
+_MEANT_AS_MODE = re.compile("(min|max)(imum|imi[sz]e)?|low(er|est)?|high(er|est)?|smallest|largest", re.IGNORECASE)
 KEY_SIZES = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}  # uint32 numbers of a key of JAX's own implementations
 
 
@@ -196,8 +197,8 @@ def metric_and_mode(best: str) -> tuple[str, Literal["min", "max"]]:
     if isinstance(best, str):
         metric, colon, mode = best.rpartition(":")  # a metric may have colons
         found = metric if colon and mode in ("min", "max") else best
-        # Of "loss:lowest" the end is probably meant as a mode; the error for the metric says how to write one.
-        if found is best and _LOWER_IS_BETTER.search(mode):
+        # Of "loss:lowest" the end is meant as a mode; the error for the metric says how to write one.
+        if found is best and _LOWER_IS_BETTER.search(best) and not _MEANT_AS_MODE.fullmatch(mode):
             _log.warning(
                 "best=%.100r takes the highest value; '%.100s:min' takes the lowest, '%.100s:max' the highest without "
                 "this warning",

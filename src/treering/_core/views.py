@@ -112,15 +112,16 @@ def transposed(leaf: Leaf, axes: Sequence[int]) -> Leaf:
 
 
 def cast(leaf: Leaf, dtype: str) -> Leaf:
-    """Returns the leaf with its values in another dtype. Raises `MismatchError` if it would have to parse text."""
+    """Returns the leaf with its values in another dtype. Planning to read text as numbers raises `MismatchError`."""
     new = dtypes.to_numpy(dtype)
-    if dtypes.to_numpy(leaf.array.dtype).kind in "SU" and new.kind not in "SU":
-        raise MismatchError(
-            f"{leaf.entry.path}: expected numbers to cast to {dtype}, found {leaf.array.dtype}, which is text; choose "
-            "a narrower pattern"
-        )
+    is_text = dtypes.to_numpy(leaf.array.dtype).kind in "SU" and new.kind not in "SU"
 
     def plan(box: Box) -> ReadPlan:
+        if is_text:  # Only now, because a template may leave it out.
+            raise MismatchError(
+                f"{leaf.entry.path}: expected numbers to cast to {dtype}, found {leaf.array.dtype}, which is text; "
+                "choose a narrower pattern"
+            )
         inner = leaf.plan_of(box)
         return ReadPlan(inner.needs, lambda arrays: casts.cast(inner.make(arrays), new, leaf.entry.path))
 

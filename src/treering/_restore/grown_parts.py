@@ -280,7 +280,9 @@ def with_hints(
     if any(place is None and (one.found in ABSENT or one.expected in ABSENT) for one, place in pairs):
         # The checkpoint lacks something as well, or has more states of an optimizer: parts were renamed or removed.
         places = [place if place in nodes else None for place in places]
-    places = [place if place is None or _may_grow(place, nodes, entries) else None for place in places]
+    # Many differences have the same place, and each look goes through all entries.
+    may_grow = {place: _may_grow(place, nodes, entries) for place in {*places} if place is not None}
+    places = [place if place is not None and may_grow[place] else None for place in places]
     named = tuple(dict.fromkeys(place for place in places if place is not None))
     refused = _with_parents(one.path for one in grown(named).problems) if named else set[str]()
     hints = {

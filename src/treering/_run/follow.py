@@ -69,8 +69,9 @@ def _follow(run: str, after: int, timeout: float | None, newest: bool) -> Iterat
     waiting_since = time.monotonic()
     begin = "" if timeout == 0 else "waits for the first step"
     with reading(run):
-        is_file = bool((there := store.stat(run)) and there.is_file)
-        if not (is_file or store.list(run)):
+        names = store.list(run)  # In a bucket, an object may have the name of the run, too.
+        is_file = not names and bool((there := store.stat(run)) and there.is_file)
+        if not (is_file or names):
             said = ("there is nothing yet", begin, new_run.suggest_path(store, run).removeprefix("; "))
             _log.warning("%s: %s", run, "; ".join(filter(None, said)))
         elif is_file or not _run.located_steps(store, run):

@@ -23,8 +23,6 @@ def check_can_begin(store: Store, root: str, prefix: str) -> None:
 
     Raises `UnsupportedError` if there are directories of steps that this process cannot read.
     """
-    if store.has_folders and (found := store.stat(root)) and found.is_file:
-        raise MismatchError(f"{root}: expected a directory for the run, found a file")
     names = store.list(root)
     for name in names:
         if run_layout.parse_step_name(name, prefix) is not None:
@@ -41,6 +39,8 @@ def check_can_begin(store: Store, root: str, prefix: str) -> None:
             f"{root}: expected a run, found a checkpoint of the format {format!r}, which is not a step; begin in "
             "another directory, and restore this one with treering.restore where the run begins"
         )
+    if store.has_folders and (found := store.stat(root)) and found.is_file:
+        raise MismatchError(f"{root}: expected a directory for the run, found a file")
 
 
 def warn_of_other_runs(store: Store, root: str, *, local: bool = False, has_last_local_tier: bool = False) -> None:

@@ -367,7 +367,7 @@ class Retention:
                 self._warn_of_unknown_metrics(self._list_steps()[0], self._keep.metrics)
 
     def _warn_of_unknown_metrics(self, saved: Sequence[Saved], metrics: set[str]) -> None:
-        if len(saved) < 2:  # The metrics of the first step may still be added.
+        if not metrics or len(saved) < 2:  # The metrics of the first step may still be added.
             return
         known = frozenset(name for one in saved for name in one.metrics)
         self._saves_without_metrics += not known

@@ -54,7 +54,8 @@ class StepSaver:
         self._metadata, self._skip_if_busy = metadata, skip_if_busy
         self._unchanged = UnchangedArrays(retention.bases) if reuse_unchanged else None
         self.reuse = self._unchanged and self._unchanged.of_save
-        self.has_looked = self._has_saved = False
+        self.has_looked = False
+        self._saved_step: int | None = None  # the step of the newest save of this job
         self._left_out: int | None = None  # the step of the newest call, if it was not due
 
     @property
@@ -75,13 +76,15 @@ class StepSaver:
             raise MismatchError(f"on_exists={options.on_exists!r}: expected 'error', 'skip' or 'overwrite'")
         preempted = self._preemption is not None and self._preemption.is_due(step)
         force = force or preempted
-        pending = None
+        pending = self._left_out = None
         try:
             with self._pending_saves.changing_run():
                 pending = self._save_if_due(started_at, step, tree, force, options)
-            self._has_saved = self._has_saved or pending is not None
-            # With on_exists="skip" the run may have the step.
-            self._left_out = step if pending is None and options.on_exists != "skip" else None
+            if pending:
+                self._saved_step = step
+            # The run may have the step: with on_exists="skip", or if the job saved it or continued from it.
+            elif options.on_exists != "skip" and step not in (self._saved_step, self._directory.restored_step):
+                self._left_out = step
             if self._preemption:
                 self._preemption.note(step, is_saved=force or pending is not None, was_due=preempted)
             if pending:
@@ -99,10 +102,11 @@ class StepSaver:
         """Logs, once, that the loop ends with a step that is not saved: a warning if it has saved none at all."""
         step, self._left_out = self._left_out, None
         if step is not None and coordinator.process_index_and_count()[0] == 0:
+            busy = ", or came while another one was being saved" if self._skip_if_busy else ""
             _log.log(
-                logging.INFO if self._has_saved else logging.WARNING,
-                "%s: closed without saving step %d, the newest, which was not due; force=True saves it",
-                self._directory.root, step,
+                logging.WARNING if self._saved_step is None else logging.INFO,
+                "%s: closed without saving step %d, the newest, which was not due%s; force=True saves it",
+                self._directory.root, step, busy,
             )  # fmt: skip
 
     def _save_if_due(

@@ -207,7 +207,8 @@ def format_options(write: str | None, *, several: bool) -> dict[str, Any]:
     chosen = write or os.environ.get("TREERING_ORBAX_WRITE") or "treering"
     if chosen not in ("treering", "orbax"):
         raise MismatchError(f"write={chosen!r}: expected 'treering' or 'orbax'")
-    return {"format": "orbax", "composite": several} if chosen == "orbax" else {}
+    # Named, because programs give the directories of Orbax any names, such as `config.json`.
+    return {"format": "orbax", "composite": several} if chosen == "orbax" else {"format": "treering"}
 
 
 def save_tree(args: Any, handler: Any = None) -> Any:

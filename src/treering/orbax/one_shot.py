@@ -53,7 +53,7 @@ def save_at(
     tree = items.save_tree(given, handler)
     metadata = items.custom_metadata(given, custom_metadata)
     options = items.format_options(write, several=handler_kind(handler) == "composite")
-    place, format = stores.absolute(directory), options.get("format", "treering")
+    place, format = stores.absolute(directory), options["format"]
     found, mark = agree(f"save({place!r})", lambda: (_found(place, format, force), os.urandom(3).hex()))
     if found and not force:
         raise CheckpointExistsError(f"{place}: expected a free path, found {found}; pass force=True to replace it")

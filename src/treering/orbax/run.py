@@ -34,7 +34,7 @@ class OrbaxRun(Checkpointer):
         chosen = format_options(write, several=True)
         self._layout = RunLayout(
             *_step_names(options),
-            format=chosen.pop("format", "treering"),
+            format=chosen.pop("format"),
             format_options=chosen,
             shared_with_orbax=True,
             deleted_to=_checked_subdir(run, options),

@@ -117,7 +117,7 @@ def _start(
     context = get_context().check()
     if context.checkpoint_layout is CheckpointLayout.SAFETENSORS:
         raise UnsupportedValueError(f"{path}: checkpoint_layout=SAFETENSORS is for loads; use treering.save")
-    for_orbax = bool(items.format_options(context.write, several=True))
+    for_orbax = items.format_options(context.write, several=True)["format"] == "orbax"
     tree = tree_of(checkpointables, context, for_orbax=for_orbax)
     options = items.format_options(context.write, several=isinstance(tree, nodes.ItemsTree))
     callback = context.asynchronous.post_finalization_callback
