@@ -120,8 +120,7 @@ class LocalTier:
         """Archives, deletes and completes steps as ordered, and then records the claim."""
         with self._turn:
             to_archive: list[str] = []
-            names = self.folders()
-            for name in names:
+            for name in self.folders():
                 path = self.path(name)
                 if host_files.is_in_use(self.store, path):
                     continue
@@ -135,7 +134,8 @@ class LocalTier:
                     to_archive.append(path)
             self.archive(to_archive)
             if orders.claim:
-                for name in orders.manifests.keys() - names:
+                # Where there is nothing at all: a link is no part of the run, and nothing is written through it.
+                for name in orders.manifests.keys() - self.store.list(self.root):
                     self.store.make_folders(self.path(name), [])
                     host_files.adopt_manifest(self.store, self.path(name), orders.manifests[name].encode("latin-1"))
                 # Last: the claim says that all steps here belong to the run, even those that were to leave it.

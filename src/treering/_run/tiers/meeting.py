@@ -90,7 +90,7 @@ class Meeting:
     def run(self, call: Call, *, leads: bool) -> tuple[dict[str, str], set[int]]:
         """Runs the meeting in all processes.
 
-        Returns the names and identities of the run's steps, without those that are missing, and the latter.
+        Returns the names and identities of the run's steps that are complete, and the numbers of those that are not.
         """
         local = self._local
         report = local.report() if leads else None
