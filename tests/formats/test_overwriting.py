@@ -72,9 +72,8 @@ def test_other_files_stay(tmp_path: pathlib.Path, format: str, links: bool, use_
 def test_a_folder_with_a_run_or_other_folders_in_it_is_refused(tmp_path: pathlib.Path, format: str) -> None:
     path = tmp_path / "run"
     tr.save(path, OLD, format=format, **FOLDERS[format])
-    with tr.Checkpointer(path) as ckpts:
-        ckpts.save(1, NEW)
-        ckpts.save(2, NEW)
+    for step in (1, 2):
+        tr.save(path / f"step-{step:08}", NEW, step=step)
     for folder in ("logs", "best"):
         before = listing(path)
         with pytest.raises(ExistsError, match=r"folders in it that are not part of it: .*step-00000001"):

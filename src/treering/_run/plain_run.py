@@ -290,7 +290,7 @@ class PlainRun:
             place = run_layout.archive_steps(self._store, self._root, list(reversed(later.values())))
             self._starts_over = not self.steps.lookup()
             where = "the run starts over" if self._starts_over else f"continuing from step {step}"
-            _log.warning("%s; archived %s in %s", where, count(len(later), "later step"), place)
+            _log.warning("%s; %s archived in %s", where, count(len(later), "later step"), place)
 
     def check_movable_after(self, step: int) -> None:
         """Raises `UnsupportedError` if steps after a number cannot be moved."""
