@@ -143,8 +143,10 @@ def _combinations(matrix: dict[str, Any]) -> list[dict[str, str]]:
 def test_the_other_files_fit_this_version() -> None:
     """They name the version. Hooks run files that exist. Forms ask for the output of commands that exist."""
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == tr.__version__
-    for name in ("package.json", "package-lock.json"):  # npm writes candidates in another way
-        assert json.loads((ROOT / "js" / name).read_text())["version"] == tr.__version__.replace("rc", "-rc.")
+    of_npm = tr.__version__.replace("rc", "-rc.")  # npm writes candidates in another way
+    for name in ("package.json", "package-lock.json"):
+        assert json.loads((ROOT / "js" / name).read_text())["version"] == of_npm
+    assert f'VERSION = "{of_npm}"' in (ROOT / "js/src/version.js").read_text()
     assert f"- This is {tr.__version__}. " in (ROOT / "docs/explanation/alternatives.md").read_text()
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     hooks = " ".join(hook["entry"] for hook in repository["hooks"])
