@@ -144,7 +144,7 @@ def test_save_archives_steps_after_the_restored_one(tmp_path: pathlib.Path, capl
         ckpts.restore(step=20)
         assert ckpts.steps == [10, 20, 30], "looking back changes nothing"
         ckpts.save(21, {"x": np.full(3, 21)})
-        assert "; archived 1 later step in " in caplog.text
+        assert "; 1 later step archived in " in caplog.text
         ckpts.save(30, {"x": np.full(3, 300)})
         ckpts.wait()
         assert ckpts.steps == [20, 21, 30], "what was restored stays"
