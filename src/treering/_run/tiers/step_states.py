@@ -45,7 +45,7 @@ def last_claim(disks: Mapping[int, DiskReport], generations: Generations | None,
     """Returns the newest claim after which no other job has changed the remote tier. Returns None if there is none.
 
     generations: None if the remote tier has no file of generations. Then all claims are valid if `is_empty`, else none.
-    is_empty: True if the remote tier has no steps.
+    is_empty: True if the remote tier has no steps and no file of generations.
     """
     claims = [claim for disk in disks.values() for claim in disk.journal.claims]
     if generations is None:
@@ -105,7 +105,7 @@ def merge(
         identity on a disk that is not an heir is a copy of it, and can be read.
     """
     claim = last_claim(disks, generations, is_empty=is_empty)
-    heirs = heirs_of(disks, claim, is_new=generations is None and is_empty)
+    heirs = heirs_of(disks, claim, is_new=is_empty)
     lost_first = claim is not None and bool(heirs) and disks[heirs[0]].journal.disk != claim.disks[0]
     recorded = {
         identity: why
