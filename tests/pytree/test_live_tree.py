@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import treering as tr
 from helpers import assert_same
@@ -143,6 +145,23 @@ def test_what_cannot_be_saved_is_named_the_second_time_as_well() -> None:
         described(tree)
     with pytest.raises(UnsupportedError, match="name: "):
         described(make(2, {"name": "\ud800"}))
+
+
+@pytest.mark.parametrize("key", [False, True])
+def test_array_without_some_of_its_shards_is_refused(key: bool) -> None:
+    """JAX spares a shard that has a NumPy view, takes the others, and says that the array is not deleted."""
+    sharding = NamedSharding(jax.make_mesh((2,), ("d",)), P("d"))
+    data = jax.device_put(jnp.zeros((4, 2), jnp.uint32), sharding)
+    donate = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+    for _ in range(2):  # the second time as a description that is known
+        tree = {"w": jax.random.wrap_key_data(data + 1, impl="threefry2x32") if key else data + 1}
+        described(tree)
+        base = jax.random.key_data(tree["w"]) if key else tree["w"]
+        view = np.asarray(base.addressable_shards[0].data)
+        jax.block_until_ready(donate(base))
+        assert not tree["w"].is_deleted() and view.any()
+        with pytest.raises(UnsupportedError, match="w: this array was deleted"):
+            described(tree)
 
 
 def test_a_loop_saves_what_it_has_in_each_step(tmp_path: pathlib.Path) -> None:

@@ -255,8 +255,7 @@ def _add_numpy(found: _Draft, path: str, kind: Any, array: np.ndarray, cast: Any
 
 def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_process: bool) -> None:
     impl = ""
-    if array.is_deleted():
-        raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
+    _reject_deleted(array)
     own = array
     if kind == "key":
         impl, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
@@ -281,7 +280,13 @@ def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_
     if not (single_process or array.is_fully_addressable):
         found.global_leaves.add(leaf)
     for box, data in local_shards(array):
+        _reject_deleted(data)  # JAX donates each shard on its own: a NumPy view of one keeps that one alone.
         found.add(LocalShard(leaf, box, stored, data.size * stored.itemsize, needs_copy, path=path), data)
+
+
+def _reject_deleted(array: Any) -> None:
+    if array.is_deleted():
+        raise UnsupportedError("this array was deleted; was it donated to a jitted function before the save?")
 
 
 def _reject_unreduced(sharding: jax.sharding.Sharding) -> None:

@@ -209,6 +209,8 @@ def _reuse(known: _CachedTree, leaves: Sequence[Any]) -> Described | None:
     data = list(leaves) if known.order is None else [leaves[n] for n in known.order]
     for leaf, numbers in known.separate.items():
         for box, part in local_parts(leaves[leaf]):
+            if part.is_deleted():
+                return None
             data[numbers[box]] = part
     return Described(catalogue, known.shards, data)
 
