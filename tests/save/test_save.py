@@ -252,7 +252,7 @@ def test_a_masked_metric_is_nan(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_save_in_a_function_of_atexit(tmp_path: pathlib.Path, first: bool) -> None:
-    """Python has waited for threads by then. It calls what was registered first last."""
+    """Python has waited for threads by then, those that upload too. It calls what was registered first last."""
     done = run(
         f"""
         import atexit, sys
@@ -261,13 +261,14 @@ def test_a_save_in_a_function_of_atexit(tmp_path: pathlib.Path, first: bool) -> 
             tr.save_async(sys.argv[1] + "/x", {{"x": np.ones(1 << 20)}})
         {"atexit.register(end)" if first else ""}
         import numpy as np, treering as tr
-        ckpts = tr.Checkpointer(sys.argv[1] + "/run")
+        ckpts = tr.Checkpointer(sys.argv[1] + "/run", local=sys.argv[1] + "/local", upload_limit=2e7)
+        ckpts.save(1, {{"x": np.ones(3)}})
         {"" if first else "atexit.register(end)"}
         """,
         tmp_path,
     )
     if "more are allowed here" not in done.stderr:  # Python 3.12 and later start no threads then.
-        assert (tr.steps(tmp_path / "run"), tr.open(tmp_path / "x")["x"].shape) == ([2], (1 << 20,)), done.stderr
+        assert (tr.steps(tmp_path / "run"), tr.open(tmp_path / "x")["x"].shape) == ([1, 2], (1 << 20,)), done.stderr
 
 
 @pytest.mark.long

@@ -33,6 +33,8 @@ class BackgroundQueue:
                 except BaseException:  # After an interrupt the thread may have begun or not: replace it.
                     self._start_thread()
                     raise
+        if not threading.main_thread().is_alive() and self._thread is not threading.current_thread():
+            self.wait()  # A function of `atexit` has begun it, and Python waits for no more threads.
 
     @property
     def busy(self) -> bool:
