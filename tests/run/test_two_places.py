@@ -1090,6 +1090,7 @@ def test_a_save_ends_its_wait_for_room_when_the_upload_fails(
         for part in ("No space left on device", "uploading steps failed: ", "Input/output error", "delete files there"):
             assert part in str(caught.value)
         disk.is_remote_broken = False
+        assert "it is retried within ten minutes, and with the next save: " in caplog.text
         _saved(ckpts, 4).result()  # This save begins the upload again, and waits for it.
     assert tr.steps(tmp_path / "remote") == [1, 2, 4] and tr.verify(tmp_path / "remote").ok
 

@@ -242,12 +242,12 @@ class Uploader:
     def _report(self, error: BaseException) -> None:
         self._error = error
         is_final = isinstance(error, LeaseLostError)
-        retry = "with the next save" if self._run.host_group else "within ten minutes, and with the next save"
+        if not is_final:
+            self._begin_later()
+        retry = "within ten minutes, and with the next save" if self._timer else "with the next save"
         outcome = "this job uploads no more steps" if is_final else f"it is retried {retry}"
         has_traceback = not isinstance(error, TreeringError | OSError)
         _log.error("%s: uploading steps failed; %s: %s", self._run.root, outcome, error, exc_info=has_traceback)
-        if not is_final:
-            self._begin_later()
 
     def _begin_later(self) -> None:
         """Schedules another attempt, unless one is scheduled."""
