@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import pickle
+import re
 import shutil
 import tarfile
 import zipfile
@@ -285,3 +286,25 @@ def test_log_names_a_fallback_only_if_one_exists(tmp_path: Path, caplog: pytest.
                 tr.open(tmp_path)
             expected = ["step 2 is damaged", "taking step 1, the one before step 2", "step 1 is damaged"]
         assert [record.getMessage().split(":")[0] for record in caplog.records] == expected
+
+
+@pytest.mark.parametrize("named", formats.names())
+def test_what_is_not_of_the_named_format_is_named(tmp_path: Path, named: str) -> None:
+    """The error of `open` and of `verify` names the path. That of `verify` never says that a job writes there."""
+    tr.save(tmp_path / "native", TREE)
+    tr.save(tmp_path / "orbax", TREE, format="orbax")
+    tr.save(tmp_path / "x.safetensors", TREE)
+    (tmp_path / "empty").mkdir()
+    own = {"treering": "native", "orbax": "orbax", "safetensors": "x.safetensors"}.get(named)
+    # The differences of these are read from the same files.
+    same = "x.safetensors" if named in ("slime", "skyrl") else own
+    for name in sorted({"native", "orbax", "x.safetensors", "empty"} - {own, same}):
+        path = tmp_path / name
+        with pytest.raises((CorruptError, UnsupportedError, NotFoundError), match=f"^{re.escape(str(path))}: "):
+            tr.open(path, format=named)
+        try:
+            found = tr.verify(path, format=named)
+        except UnsupportedError as error:
+            assert str(error).startswith(f"{path}: ") and "no job writes it" not in str(error)
+        else:
+            assert not found.ok

@@ -312,6 +312,8 @@ def _check_one(
                 raise unchecked_error
             begin, end = share.of(reader.nbytes)
             return end - begin
+    if not below:
+        check_format(store, path, known)
     raise ReplacedError(
         f"{path}: expected a checkpoint that stays during its check, found it replaced {READ_ATTEMPTS} times; "
         "check it when no job writes it"

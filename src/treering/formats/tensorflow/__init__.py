@@ -51,7 +51,10 @@ class TensorFlow(ReadOnly):
     def open(self, store: Store, path: str) -> Source:
         from .read import TensorFlowReader
 
-        index = index_of(store, path)
+        try:
+            index = index_of(store, path)
+        except CorruptError as error:
+            raise CorruptError(f"{path}: {error}") from None
         step = _STEP.fullmatch(os.path.basename(index))
         return TensorFlowReader(store, path, index, int(step[2]) if step else None)
 
