@@ -12,7 +12,7 @@ _DONE = {
     **{"create": "made", "make_dir": "made", "unlink": "removed"},
     **{"link": "linked", "rename": "renamed", "rename_new": "moved", "exchange": "exchanged"},
 }
-_TEMPORARY = r"\.c\.[0-9a-f]{6}\.tmp"
+_TEMPORARY = r"\..+\.[0-9a-f]{6}\.tmp"
 _KINDS = {  # what files and folders of the scenarios are, by their names
     r"arrays-.*": "an array file",
     r"treering\.json.*": "the manifest",
@@ -21,11 +21,11 @@ _KINDS = {  # what files and folders of the scenarios are, by their names
     r"finished": "the mark of a finished run",
     r"writer\.lock": "the lock",
     r"rewound-\d+": "a folder of archived steps",
-    r"c|step-\d+": "the checkpoint",
-    r"gpt": "the run",
+    r"c|step-\d+|weight_v\d+|delta-\d+|engine": "the checkpoint",
+    r"gpt|policy": "the run",
     r"\.?c\.(safetensors|msgpack).*": "a foreign file",
     _TEMPORARY: "a temporary folder",
-    r"a|b|runs|\.": "a folder above",
+    r"a|b|runs|streams|\.": "a folder above",
 }
 
 _UNDONE = "only after an error does a removal follow it, and then what is removed is not in place"
