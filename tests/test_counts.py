@@ -28,6 +28,7 @@ from sqlite_store import SqliteValues
 from treering import stores
 from treering._cli.main import main
 from treering._save import saved_arrays
+from treering._tools import listing
 from treering._tools.listing import list_run
 from treering.orbax import errors
 from treering.stores.key_values import KeyValueStore
@@ -86,6 +87,15 @@ def saving_what_is_new(paths: Iterator[str], count: int) -> Callable[[], Any]:
     return lambda: tr.save(path := next(paths), {pathlib.Path(path).name: state})
 
 
+def saving_as(suffix: str) -> Callable[[Iterator[str], int], Callable[[], Any]]:
+    def make(paths: Iterator[str], count: int) -> Callable[[], Any]:
+        state = {f"l{n:04}": np.full(4, n) for n in range(count)}
+        tr.save(next(paths) + suffix, state)
+        return lambda: tr.save(next(paths) + suffix, state)
+
+    return make
+
+
 def opening(paths: Iterator[str], count: int) -> Callable[[], Any]:
     tr.save(path := next(paths), tree(count))
     return lambda: tr.open(path)
@@ -111,6 +121,10 @@ _SAVE = Counter(
     stat=10, urandom=1, open=9, fsync=6, close=9, mkdir=1, flock=2, fstat=6, posix_fallocate=1, pwrite=3, ftruncate=2,
     fchmod=2, link=1, unlink=1, readlink=3,
 )  # fmt: skip
+_SAVE_FILE = Counter(
+    stat=4, urandom=1, open=4, fsync=3, close=4, flock=1, fstat=1, pwrite=1, ftruncate=1, link=1, unlink=1, listdir=1,
+    readlink=1,
+)  # fmt: skip
 _OPEN = Counter(stat=2, open=1, fstat=3, preadv=1, close=1, listdir=1)
 _READ = _OPEN + Counter(open=1, fstat=3, preadv=1, close=1)
 
@@ -126,6 +140,8 @@ _UNCHANGED = Counter(
     [
         (saving_what_is_known, _Most(1.1, 6.1, 785, hashed=154, copied=16, written=185), _SAVE),
         (saving_what_is_new, _Most(32.1, 50, 1770, parsed=253, hashed=266, copied=16, written=185), _SAVE),
+        (saving_as(".safetensors"), _Most(14.1, 17.1, 935, written=82), _SAVE_FILE),
+        (saving_as(".msgpack"), _Most(19.1, 44.1, 1085, written=41), _SAVE_FILE),
         # Equal parts of the tree are parsed once.
         (opening, _Most(0.1, 1.1, 620, parsed=229, hashed=153, read=77), _OPEN),
         (reading_one, _Most(0.1, 2.1, 930, parsed=351, hashed=291, copied=8, read=138), _READ),
@@ -142,7 +158,10 @@ _UNCHANGED = Counter(
             Counter(stat=12, listdir=2, open=5, fstat=18, preadv=7, close=5),
         ),
     ],
-    ids=["save", "new structure", "open", "one leaf", "restore", "restore to NumPy", "safetensors", "flax"],
+    ids=[
+        *("save", "new structure", "save safetensors", "save flax", "open", "one leaf", "restore", "restore to NumPy"),
+        *("safetensors", "flax"),
+    ],
 )
 def test_what_each_leaf_takes(
     paths: Iterator[str], make: Callable[..., Callable[[], Any]], most: _Most, system: Counter[str]
@@ -536,6 +555,41 @@ def test_a_directory_in_a_bucket_is_listed_once(tmp_path: pathlib.Path) -> None:
             for what in ("runs", "checkpoints"):
                 few, many = (requests(command[0], f"counted://bucket/{what}-{n}", *command[1:]) for n in (4, 8))
                 assert many - few <= each * 4, (command[0], what, few, many)
+
+
+def test_a_report_reads_each_file_of_a_step_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more step takes requests for its manifest and its arrays. Manifests are read at the same time."""
+    store = _Requests(tmp_path / "bucket")
+    several = threading.Barrier(2, timeout=30)
+    with stores.using(KeyValueStore(store), "counted"):
+
+        def report(steps: int) -> Counter[str]:
+            run = f"counted://bucket/run{steps}"
+            for step in range(steps):
+                tr.save(f"{run}/step-{step:08}", {"w": np.full(4, step)}, step=step)
+            store.requests.clear()
+            assert main(["report", run, "--output", f"{tmp_path}/report.html"]) == 0
+            return Counter(store.requests)
+
+        few, many = report(4), report(8)
+        assert many - few == Counter(read=2 * 4) and few <= Counter(read=2 * 4 + 2, list=2, stat=1)
+        row = listing._native_row
+        monkeypatch.setattr(listing, "_native_row", lambda *step: (several.wait(), row(*step))[1])
+        assert len(list_run("counted://bucket/run4").rows) == 4
+
+
+def test_a_folder_of_checkpoints_is_looked_at_little(paths: Iterator[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """`treering ls` looks at each checkpoint, and searches nothing for the error of a path that is no run."""
+
+    def taken(count: int) -> int:
+        folder = next(paths)
+        for n in range(count):
+            tr.save(f"{folder}/model_{n}x", {"w": np.ones(4)})
+        system = counted(lambda: main(["ls", folder])).system
+        assert f"{count} checkpoints" in capsys.readouterr().out
+        return system.total()
+
+    assert taken(8) - taken(4) <= 4 * 23
 
 
 def test_closing_a_job_lists_no_steps(tmp_path: pathlib.Path) -> None:

@@ -492,7 +492,8 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             sizes.append(sum(array.nbytes for array in found))
             return found
 
-    monkeypatch.setattr(state_dict_write, "_SLICE_BYTES", 1 << 16)
+    for limit in ("_SLICE_BYTES", "_SMALL_BYTES", "_BATCH_BYTES"):
+        monkeypatch.setattr(state_dict_write, limit, 1 << 16)
     tree = {"w": np.random.default_rng(0).random((100, 1000)), "long": np.arange(100_000)}
     tr.save(tmp_path / "native", tree)
     reader: Any = RecordingWriter(tr.open(tmp_path / "native")._source)

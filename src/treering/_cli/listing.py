@@ -56,7 +56,7 @@ def ls(
     """
     from .. import stores
     from .._run.new_run import numbered_steps
-    from .._tools.listing import Row, list_run, runs_in
+    from .._tools.listing import Row, is_empty_run, is_run, list_run, runs_in
     from .._tools.runs_folder import RunsFolder, scan_runs_folder
 
     check_one_format(json_, csv_)
@@ -67,18 +67,18 @@ def ls(
     others: list[str] = []
     describe: Callable[[str], dict[str, Any]] = _checkpoint_fields
     with store.glance(place):
-        try:
-            listing = list_run(run, union(keep), prefix)
-        except NotFoundError:
+        folder = RunsFolder([], [], [])
+        if not (is_run(store, place, prefix) or is_empty_run(store, place)):
             folder = scan_runs_folder(store, place, None, prefix) or RunsFolder(runs_in(store, place), [], [])
-            if not (folder.runs or folder.checkpoints) or (not folder.runs and numbered_steps(store, place)):
-                raise  # The error names the prefix of steps.
+        if not (folder.runs or folder.checkpoints) or (not folder.runs and numbered_steps(store, place)):
+            listing = list_run(run, union(keep), prefix)  # If it is no run, the error names the prefix of steps.
+        else:
             if folder.runs:
                 describe = functools.partial(_run_fields, keep=union(keep), best=best, prefix=prefix)
                 others = [one.removeprefix(f"{place}/") for one in [*folder.checkpoints, *folder.folders_below]]
             elif best or keep:
                 found = "expected a run or a directory of runs with --best or --keep, found a directory of checkpoints"
-                raise click.UsageError(f"{place}: {found}") from None
+                raise click.UsageError(f"{place}: {found}")
             lines = [describe(one) for one in folder.runs or folder.checkpoints]
     if listing is None:
         # What a job has deleted or replaced since the directory was listed is listed by itself.

@@ -31,7 +31,7 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 def box_shape(box: Box) -> tuple[int, ...]:
     """Returns the shape of a box."""
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
 def intersect(a: Box, b: Box) -> Box | None:

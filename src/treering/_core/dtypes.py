@@ -69,6 +69,7 @@ def compute_dtype(dtype: "np.dtype[Any]") -> "type[np.float64 | np.complex128]":
     return np.complex128 if "complex" in dtype.name else np.float64
 
 
+@functools.lru_cache(maxsize=512)
 def itemsize(text: str) -> int:
     """Returns the bytes per stored element."""
     return safetensors_layout(text)[1]

@@ -15,6 +15,7 @@ import msgspec
 
 from .._printable import short
 from ..errors import CorruptError, MismatchError
+from .dtypes import itemsize
 from .leaf_paths import Globs, matches
 from .values import MAX_EXACT_INT, ValueType, decode
 
@@ -45,8 +46,6 @@ class ArrayEntry(msgspec.Struct, array_like=True, tag_field="leaf", tag="array",
     @property
     def nbytes(self) -> int:
         """The size of the stored array in bytes, without the file's header."""
-        from .dtypes import itemsize
-
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def at(self, path: str) -> "ArrayEntry":

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,14 +87,23 @@ class Leaf(msgspec.Struct, frozen=True):
         return self.plan(box)
 
 
+class _Plain(msgspec.Struct, frozen=True, gc=False):
+    """The plan of an array of the checkpoint. The garbage collector need not visit it, unlike a closure."""
+
+    entry: Any
+
+    def __call__(self, box: Box) -> ReadPlan:
+        return ReadPlan([(self.entry, box)], operator.itemgetter(0))
+
+
 def plain_leaves(entries: Mapping[str, Entry]) -> dict[str, Leaf]:
     """Returns the leaves of a checkpoint without changes, named by the keys of the mapping."""
 
     def leaf(path: str, entry: Entry) -> Leaf:
+        own = entry if entry.path == path else entry.at(path)
         if isinstance(entry, ValueEntry) and not isinstance(entry, StatesEntry):
-            return Leaf(entry.at(path), source=entry.path)
-        plan = lambda box: ReadPlan([(entry, box)], lambda arrays: arrays[0])  # noqa: E731
-        return Leaf(entry.at(path), plan, plain=True, source=entry.path)
+            return Leaf(own, source=entry.path)
+        return Leaf(own, _Plain(entry), plain=True, source=entry.path)
 
     return {path: leaf(path, entry) for path, entry in entries.items()}
 
@@ -269,7 +279,8 @@ class View:
     @functools.cached_property
     def flax_boxes(self) -> Boxes:
         """The boxes of Flax, at the paths to which rules have moved their contents."""
-        return moved_boxes(flax_boxes(self._reader), {path: leaf.source for path, leaf in self.leaves.items()})
+        boxes = flax_boxes(self._reader)
+        return moved_boxes(boxes, {path: leaf.source for path, leaf in self.leaves.items()}) if boxes else boxes
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -330,7 +341,7 @@ class View:
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> "list[np.ndarray]":
         leaves = [self.leaves[entry.path] for entry, _ in wanted]
-        if all(leaf.plain for leaf in leaves) and len({leaf.source for leaf in leaves}) == len(leaves):
+        if False not in [leaf.plain for leaf in leaves] and len({leaf.source for leaf in leaves}) == len(leaves):
             entries: Mapping[str, Any] = self._reader.entries
             plain = [(entries[leaf.source], box) for leaf, (_, box) in zip(leaves, wanted, strict=True)]
             return self._reader.read(plain, verify=verify, mmap=mmap)

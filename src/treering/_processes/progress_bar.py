@@ -69,5 +69,5 @@ class ObservedSource:
     def read(self, wanted: Sequence[tuple[ArrayEntry, Box]], **options: Any) -> "list[np.ndarray]":
         self._check()
         arrays = self._source.read(wanted, **options)
-        self._moved(sum(array.nbytes for array in arrays))
+        self._moved(sum([array.nbytes for array in arrays]))
         return arrays

@@ -178,8 +178,10 @@ def describe_leaves(
     if problems:
         count = f"{len(problems)} of {len(leaves)} leaves cannot be saved; nothing was written:"
         raise UnsupportedError("\n".join([count, *problems])) from cause
-    order = sorted(range(len(found.shards)), key=lambda n: _shard_order_key(found.shards[n]))
-    shards = tuple(found.shards[n] for n in order)
+    # The shards of a piece stay together.
+    keys = [write_order_key(one.nbytes if one.piece is None else _piece_nbytes(one)) for one in found.shards]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    shards = tuple([found.shards[n] for n in order])
     return Described(Catalogue(*found[:5]), shards, [found.data[n] for n in order])
 
 
@@ -200,14 +202,13 @@ def write_order_key(nbytes: int) -> int:
     sizes. So every piece begins at a multiple of the largest power of two, up to 64, that divides its size. There its
     elements are aligned, because their size is a power of two that divides the size of the piece.
     """
-    return -min(nbytes & -nbytes, 64) if nbytes else -64
+    divisor = nbytes & -nbytes
+    return -divisor if 0 < divisor < 64 else -64
 
 
-def _shard_order_key(shard: LocalShard) -> int:
-    """Returns the sort key of the piece that a shard is a part of, so that the shards of a piece stay together."""
-    if shard.piece is None:
-        return write_order_key(shard.nbytes)
-    return write_order_key(math.prod(box_shape(shard.piece)) * np.dtype(shard.dtype).itemsize)
+def _piece_nbytes(shard: LocalShard) -> int:
+    assert shard.piece is not None
+    return math.prod(box_shape(shard.piece)) * np.dtype(shard.dtype).itemsize
 
 
 def host_bytes(shard: LocalShard, data: Any, host_copy: Any = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -248,9 +249,8 @@ def _add_numpy(found: _Draft, path: str, kind: Any, array: np.ndarray, cast: Any
     found.places[leaf] = placements.CAST if cast is not None and stored != array.dtype else None
     found.entries.append(ArrayEntry(path, kind, text, array.shape))
     needs_copy = detach or packed or array.dtype != stored or not array.flags.c_contiguous
-    found.add(
-        LocalShard(leaf, full_box(array.shape), stored, array.size * stored.itemsize, needs_copy, path=path), array
-    )
+    nbytes = array.size * stored.itemsize
+    found.add(LocalShard(leaf, full_box(array.shape), stored, nbytes, needs_copy, None, path), array)
 
 
 def _add_jax(found: _Draft, path: str, kind: Any, array: Any, cast: Any, single_process: bool) -> None:

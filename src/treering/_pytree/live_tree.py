@@ -45,7 +45,8 @@ class LiveTree:
         self.catalogue, self.shards = catalogue, shards
         self.static, self.flax_boxes = catalogue.static, catalogue.boxes
         self._staging: StagedSupply | None = None
-        self._leaf = {entry.path: catalogue.tied.get(n, n) for n, entry in enumerate(catalogue.entries)}
+        self._leaf = {entry.path: n for n, entry in enumerate(catalogue.entries)}
+        self._leaf.update({catalogue.entries[n].path: first for n, first in catalogue.tied.items()})
         self._by_leaf: dict[int, list[int]] = {}
         for n, shard in enumerate(shards):
             self._by_leaf.setdefault(shard.leaf, []).append(n)
@@ -82,17 +83,39 @@ class LiveTree:
     def read(
         self, wanted: Sequence[tuple[ArrayEntry, Box]], *, verify: bool = True, mmap: bool | None = None
     ) -> list[np.ndarray]:
-        return [self._read(entry, box) for entry, box in wanted]
+        numbers = [self._shard_of(entry, box) for entry, box in wanted]
+        arrays = self._read_shards([n for n in numbers if n is not None])
+        return [
+            next(arrays) if n is not None else self._assemble(entry, box)
+            for n, (entry, box) in zip(numbers, wanted, strict=True)
+        ]
 
     def problems(self, share: Share = EVERYTHING) -> Iterator[Problem]:
         return iter(())
 
-    def _read(self, entry: ArrayEntry, box: Box) -> np.ndarray:
-        shape, own = box_shape(box), self._by_leaf.get(self._leaf[entry.path], ())
-        if 0 not in shape and (one := next((n for n in own if self.shards[n].box == box), None)) is not None:
-            return self._part(one, box)
-        out = np.empty(shape, dtypes.to_numpy(entry.dtype))
-        for n in own:
+    def _shard_of(self, entry: ArrayEntry, box: Box) -> int | None:
+        """Returns the number of the shard that is a box of an array; None if none is, or it has no elements."""
+        for n in self._by_leaf.get(self._leaf[entry.path], ()):
+            shard = self.shards[n]
+            if shard.box == box:
+                return n if shard.nbytes else None
+        return None
+
+    def _read_shards(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields shards. Staged ones are taken together, because there may be thousands of small ones."""
+        if self._staging is None:
+            yield from (self._part(n, self.shards[n].box) for n in numbers)
+            return
+        begin = 0
+        while begin < len(numbers):
+            taken = self._staging.take_arrays(numbers[begin:])
+            yield from taken
+            begin += len(taken)
+
+    def _assemble(self, entry: ArrayEntry, box: Box) -> np.ndarray:
+        """Returns a box of an array, made of the shards that have parts of it."""
+        out = np.empty(box_shape(box), dtypes.to_numpy(entry.dtype))
+        for n in self._by_leaf.get(self._leaf[entry.path], ()):
             common = intersect(self.shards[n].box, box) if box else ()
             if common is not None and out.size:
                 part = self._part(n, common)
@@ -105,8 +128,7 @@ class LiveTree:
         """Returns the part of shard `n` that is in a box, copied only if necessary."""
         shard, data = self.shards[n], self.described.data[n]
         if self._staging is not None:
-            (staged,) = self._staging.take([n])
-            return _within(staged.view(shard.dtype).reshape(box_shape(shard.box)), box, shard.box)
+            return _within(self._staging.take_arrays([n])[0], box, shard.box)
         if not shard.needs_copy:
             return _within(np.asarray(data), box, shard.box)
         # Only the wanted box is copied from the device, or read from the checkpoint.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast, overload
 from .. import formats, stores
 from .._core import dtypes, expansion, migration_hints
 from .._core import skeleton as _skeleton
-from .._core.entries import Entry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
+from .._core.entries import Entry, LostEntry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
 from .._core.lazy import LazyArray
 from .._core.leaf_paths import Globs, closest, find_globs, find_path, glob_hint, join_names, relative_to
 from .._core.source import Source, check_not_left_out, full_source, subtree_of, subtree_path
@@ -144,7 +144,8 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
             hint = f"; it is a container of {inside} leaves, see .at()" if inside else ""
             hint = hint or (f"; the closest name is {similar}" if similar else "")
             raise KeyError(f"{self.path}: there is no leaf {path!r}{hint}")
-        check_readable([entry])
+        if isinstance(entry, LostEntry):
+            check_readable([entry])
         return entry.decode() if isinstance(entry, ValueEntry) else LazyArray(self._source, entry, (self, path))
 
     def __iter__(self) -> Iterator[str]:

@@ -234,7 +234,8 @@ def save_view(ckpt: Checkpoint, rules: "Sequence[Rule]", dtype: Any, info: Info)
 
     The rules are applied, the floats are cast to `dtype` if it is given, and the view has a skeleton.
     """
-    changed = ckpt.apply(rules)
+    # No rules would make a view of all leaves, which `View` does below. Only a tree without a record needs the call.
+    changed = ckpt.apply(rules) if rules or ckpt._source.skeleton is None else ckpt
     leaves, skeleton, guessed = _in_tree_order(changed)
     if codes := quantized.find_cast_codes(changed._source):
         quantized.warn_of_codes(changed.path, codes)

@@ -11,7 +11,7 @@ from typing import Any
 from .. import formats
 from .._core.boxes import Cells, full_box
 from .._core.calls import error_watcher
-from .._core.entries import ArrayEntry, IteratorEntry, StatesEntry
+from .._core.entries import IteratorEntry, StatesEntry
 from .._core.iterator_states import MAX_STATE_BYTES
 from .._core.layouts import Layout, held_by, owner
 from .._core.lazy import ReadAhead
@@ -98,7 +98,7 @@ def _write_foreign(plan: ForeignPlan) -> Written:
         call.set_activity("writing")
         write = functools.partial(format.write_together, call=call, layouts=_layouts(catalogue, single))
     begun = time.perf_counter()
-    arrays = sum(entry.nbytes for entry in view.entries.values() if isinstance(entry, ArrayEntry))
+    arrays = sum(entry.nbytes for entry in arrays_of(view)) if options.progress else 0
     check_others = error_watcher(call)
 
     def check_all() -> None:

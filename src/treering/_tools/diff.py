@@ -21,6 +21,7 @@ from .._pytree import devices, flax, leaves, variable_levels, walk
 from .._restore.checkpoint import Checkpoint
 from .._run.open import open_checkpoint
 from .._save.source import inline_checkpoints
+from .._threads.python_gc import gc_paused
 
 _SLICE_BYTES = 64 << 20  # An array is compared in slices of about this many bytes, to bound the memory.
 
@@ -130,7 +131,8 @@ def _leaves_of(source: Any) -> tuple[_Side, variable_levels.Boxes]:
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
         expansion.check_memory(source._source, complete_arrays(source._source), source.path)
-        return {path: (entry, source[path]) for path, entry in source._source.entries.items()}, {}
+        with gc_paused():
+            return {path: (entry, source[path]) for path, entry in source._source.entries.items()}, {}
     flat_tree, _ = inline_checkpoints(walk.flatten_tree(flax.split(source).tree))
     entries = leaves.describe_leaves(flat_tree.paths, flat_tree.leaves)[0].entries
     return {entry.path: (entry, leaf) for entry, leaf in zip(entries, flat_tree.leaves, strict=True)}, flat_tree.boxes
@@ -268,13 +270,13 @@ def _finite_max(values: np.ndarray) -> float:
 
 def _bits(source: Any, box: Box) -> np.ndarray:
     """Returns the values of a box as a contiguous little-endian array of one axis."""
-    import jax
-
-    if isinstance(source, jax.Array) and jax.numpy.issubdtype(source.dtype, jax.dtypes.prng_key):
-        source = jax.random.key_data(source)
     if isinstance(source, LazyArray):
         array = np.asarray(source.part(box))
     else:
+        import jax
+
+        if isinstance(source, jax.Array) and jax.numpy.issubdtype(source.dtype, jax.dtypes.prng_key):
+            source = jax.random.key_data(source)
         array = np.asarray(source[slices(box, full_box(source.shape))] if box else source)
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return np.ascontiguousarray(dtypes.defined_bytes(little)).reshape(-1)

@@ -1,5 +1,6 @@
 """Lists the steps of a run with their states, and marks those that a policy would delete."""
 
+import contextvars
 import dataclasses
 import functools
 import logging
@@ -14,6 +15,7 @@ from .._run import new_run
 from .._run import run_layout as _run
 from .._run.step_catalog import StepCatalog, unwanted_emptied
 from .._run.step_fallback import open_in_store
+from .._threads.pool import in_parallel
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 from ..formats.treering import pins, removal, summary
 from ..keep import Policy, Saved, with_bases
@@ -24,6 +26,7 @@ from ..stores.store import Store
 from .check import unreadable_steps
 
 _log = logging.getLogger("treering")
+_REQUESTS = 10  # of manifests at a time
 SYSTEM_FOLDER = "lost+found"  # The file system's own folder, which only root may read.
 State = Literal["good", "damaged", "unsupported", "unfinished", "closed", "gone"]
 
@@ -156,7 +159,7 @@ def list_run(
         steps = StepCatalog(store, place, _run.RunLayout(prefix))
         own = steps.committed()
         names = {os.path.basename(one) for one in own.values()}
-        rows = [_native_row(steps, step, one) for step, one in own.items()]
+        rows = _native_rows(steps, own)
         others = formats.foreign_steps(store, place, names)
         rows += [_foreign_row(store, step, *one) for step, one in others.items() if step not in own]
         known = {row.step for row in rows}
@@ -299,6 +302,21 @@ def _mark_deleted(store: Store, place: str, keep: Policy, rows: list[Row]) -> li
                 row = dataclasses.replace(row, state="unsupported")
         result.append(row)
     return result
+
+
+def _native_rows(steps: StepCatalog, own: dict[int, str]) -> list[Row]:
+    """Returns the rows of native steps. In a bucket each manifest takes a request, so several are read at a time."""
+    if steps.store.has_folders:
+        return [_native_row(steps, step, path) for step, path in own.items()]
+    found: dict[int, Row] = {}
+
+    def read(job: tuple[contextvars.Context, int]) -> None:
+        context, step = job
+        found[step] = context.run(_native_row, steps, step, own[step])
+
+    # The threads see the listing of `Store.glance`, too.
+    in_parallel([(contextvars.copy_context(), step) for step in own], read, _REQUESTS)
+    return [found[step] for step in own]
 
 
 def _native_row(steps: StepCatalog, step: int, path: str) -> Row:

@@ -33,7 +33,8 @@ def scan_runs_folder(store: Store, place: str, only: formats.Format | None, pref
     with store.glance(place):
         if _is_single(store, place, only, prefix):
             return None
-        weights = prefix is None and only is None and formats.is_known(store, place)
+        # Formats of folders have refused it already.
+        weights = prefix is None and only is None and formats.has_single_file(store, place)
         found = RunsFolder(runs_in(store, place), [place] if weights else [], [])
         if prefix is None:
             _add_checkpoints(store, place, only, found)

@@ -329,8 +329,19 @@ def has_folder(store: Store, path: str) -> bool:
     Returns False for a folder with a checkpoint of a single-file format, because it may hold unrelated files too.
     """
     with store.glance(path):
-        found = {format.name for format in _all_formats() if accepts(format, store, path)}
-    return bool(found - _SINGLE_FILES) or (bool(found) and not is_folder(store, path, links=True))
+        found = (format.name for format in _all_formats() if accepts(format, store, path))
+        single = False
+        for name in found:
+            if name not in _SINGLE_FILES:
+                return True
+            single = True
+    return single and not is_folder(store, path, links=True)
+
+
+def has_single_file(store: Store, path: str) -> bool:
+    """Returns True if a path is a checkpoint of a single-file format, or a folder that would open as one."""
+    with store.glance(path):
+        return any(accepts(get(name), store, path) for name in _SINGLE_FILES)
 
 
 def is_foreign(store: Store, path: str) -> bool:

@@ -1,6 +1,7 @@
 """Collects the data of a report about a run, as values that JSON has."""
 
 import base64
+import contextlib
 import logging
 import math
 import os
@@ -61,17 +62,25 @@ def gather(
     The report and the log name what could not be read. Raises `NotFoundError` if there is no run or no valid step, and
     `MismatchError` if `compare` names a step that is not valid.
     """
-    listing = list_run(path, prefix=prefix)
-    good = [row for row in listing.rows if row.state == "good"]
-    if not good:
-        raise NotFoundError(f"{listing.path}: expected a run with a valid step, found {len(listing.rows)} others")
-    pair = _pair(listing, good, compare, read=steps > 0)
+    place = stores.absolute(path)
+    opened: dict[str, Checkpoint] = {}
+    with stores.get(place).glance(place):  # In a bucket, one listing serves all steps, and a manifest is read once.
+        listing = list_run(place, prefix=prefix)
+        good = [row for row in listing.rows if row.state == "good"]
+        if not good:
+            raise NotFoundError(f"{listing.path}: expected a run with a valid step, found {len(listing.rows)} others")
+        pair = _pair(listing, good, compare, read=steps > 0)
+        chosen = [good[n] for n in _evenly(len(good), steps)]
+        for row in (good[-1], *chosen, *(pair or ())):
+            with contextlib.suppress(TreeringError):  # `_opened` opens it again, with a new listing.
+                if row.path not in opened:
+                    opened[row.path] = open_checkpoint(row.path)
     notes = [f"step {row.step} is {row.state}" for row in listing.rows if row.state not in ("good", "unfinished")]
-    latest = _opened(good[-1], notes)
-    chosen = [good[n] for n in _evenly(len(good), steps)]
+    latest = _opened(good[-1], opened, notes)
     found = _Leaves(notes)
     if chosen:
-        found.read([(row.step, _opened(row, notes, max_expansion)) for row in chosen], globs, progress)
+        found.read([(row.step, _opened(row, opened, notes, max_expansion)) for row in chosen], globs, progress)
+    sides = [_opened(row, opened, notes, max_expansion) for row in pair or ()]
     return {
         "run": safe(os.path.basename(listing.path) or listing.path),
         "path": safe(listing.path),
@@ -82,7 +91,7 @@ def gather(
         "treeStep": good[-1].step,
         "read": [row.step for row in chosen],
         "leaves": found.rows,
-        "diff": _difference(pair, notes) if pair and all(_opened(row, notes, max_expansion) for row in pair) else None,
+        "diff": _difference(pair, sides, notes) if pair and all(side is not None for side in sides) else None,
         "notes": [safe(note.split("\n")[0]) for note in dict.fromkeys(notes)],
     }
 
@@ -136,10 +145,10 @@ def _evenly(many: int, most: int) -> list[int]:
     return [round(n * (many - 1) / (most - 1)) for n in range(most)]
 
 
-def _opened(row: Row, notes: list[str], most: float = math.inf) -> Checkpoint | None:
-    """Opens a step. Notes an error and returns None if it cannot be opened, or expands beyond the limit."""
+def _opened(row: Row, opened: dict[str, Checkpoint], notes: list[str], most: float = math.inf) -> Checkpoint | None:
+    """Opens a step unless `opened` has it. Notes an error and returns None if that fails, or it expands too much."""
     try:
-        ckpt = open_checkpoint(row.path)
+        ckpt = opened[row.path] if row.path in opened else open_checkpoint(row.path)
         expansion.check(ckpt._source, arrays_of(ckpt._source), row.path, most)
         return ckpt
     except TreeringError as error:
@@ -260,11 +269,11 @@ def _bars(found: Stats) -> str:
     return base64.b64encode(bytes(-(-255 * many // most) for many in found.histogram)).decode()
 
 
-def _difference(pair: tuple[Row, Row], notes: list[str]) -> dict[str, Any] | None:
+def _difference(pair: tuple[Row, Row], opened: Sequence[Any], notes: list[str]) -> dict[str, Any] | None:
     """Returns the leaves that differ between two steps, or None if the comparison fails, which is noted."""
     a, b = pair
     try:
-        found = diff(a.path, b.path)
+        found = diff(*opened)
     except TreeringError as error:
         raise_if_momentary(error)
         _note(notes, f"steps {a.step} and {b.step} are not compared: {error}")

@@ -1,5 +1,6 @@
 """Writes Flax's state dicts in MessagePack. Only a slice of an array is in memory at a time."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..._core import dtypes
-from ..._core.boxes import slice_boxes
+from ..._core.boxes import full_box, slice_boxes
 from ..._core.describe import drop_code
 from ..._core.entries import ArrayEntry, Entry, ValueEntry
 from ..._core.leaf_paths import key_text, split
@@ -20,6 +21,7 @@ from .state_dict import ARRAY, CHUNKED, COMPLEX, PLACEHOLDER, SCALAR
 
 MAX_CHUNK_BYTES = 1 << 30  # bytes of an array that Flax stores in one extension
 _SLICE_BYTES = 64 << 20  # of an array that are in memory at a time
+_SMALL_BYTES, _BATCH_BYTES = 1 << 20, 16 << 20  # of an array that is read with others, and of all of them
 _MAX_LEVELS = 500  # of a tree, which the MessagePack package can still parse
 
 
@@ -68,20 +70,55 @@ def write(out: Writer, tree: Any, contents: Source, instead: Mapping[str, bytes]
 
     Values of type `bytes` in the tree are MessagePack already and are copied. `instead` has such bytes for some paths.
     """
-    stack = [tree]
+    batch: list[bytes | ArrayEntry] = []
+    held = 0
+    for part in _parts(tree, contents, instead or {}):
+        nbytes = len(part) if isinstance(part, bytes) else _nbytes(part)
+        if batch and held + nbytes > _BATCH_BYTES:
+            _write_batch(out, batch, contents)
+            batch, held = [], 0
+        if nbytes > min(_SMALL_BYTES, MAX_CHUNK_BYTES):
+            _write_batch(out, batch, contents)
+            batch, held = [], 0
+            for one in (part,) if isinstance(part, bytes) else leaf(part, contents):
+                out.write(one)
+        else:
+            batch.append(part)
+            held += nbytes
+    _write_batch(out, batch, contents)
+
+
+def _parts(tree: Any, contents: Source, instead: Mapping[str, bytes]) -> Iterator[bytes | ArrayEntry]:
+    """Yields a tree of paths as a state dict: MessagePack, and the entries of arrays in their places."""
+    entries, stack = contents.entries, [tree]
     while stack:
         value = stack.pop()
-        value = instead.get(value, value) if instead and isinstance(value, str) else value
+        if isinstance(value, str):
+            value = instead.get(value, value)
         if isinstance(value, bytes):
-            out.write(value)
-        elif isinstance(value, dict | list | tuple):
+            yield value
+        elif isinstance(value, (dict, list, tuple)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             parts = [part for key, child in items for part in (pack(split(key_text(key))[0]), child)]
-            out.write(map_head(len(value)))
+            yield map_head(len(value))
             stack += reversed(parts)
         else:
-            for part in leaf(contents.entries[value], contents):
-                out.write(part)
+            entry = entries[value]
+            yield _value(entry.decode()) if isinstance(entry, ValueEntry) else entry
+
+
+def _write_batch(out: Writer, batch: Sequence[bytes | ArrayEntry], contents: Source) -> None:
+    """Writes MessagePack and small arrays, which are read together: each read takes as long as many of them."""
+    wanted = [(part, full_box(part.shape)) for part in batch if not isinstance(part, bytes)]
+    arrays = iter(contents.read(wanted, verify=True) if wanted else ())
+    parts: list[Any] = []
+    for part in batch:
+        if isinstance(part, bytes):
+            parts.append(part)
+        else:
+            array = next(arrays)
+            parts += (_layout(part)[0], array if array.flags.c_contiguous else np.ascontiguousarray(array))
+    out.write(b"".join(parts))
 
 
 def leaf(entry: Entry, contents: Source) -> Iterator[bytes | memoryview]:
@@ -125,11 +162,10 @@ def _value(value: Any) -> bytes:
 
 def _layout(entry: ArrayEntry) -> list[bytes | int]:
     """Returns the parts of an array in the file: bytes as they are, and for array contents the number of bytes."""
-    itemsize = dtypes.itemsize(entry.dtype)
-    size = math.prod(entry.shape)
-    if size * itemsize <= MAX_CHUNK_BYTES:
+    if (nbytes := _nbytes(entry)) <= MAX_CHUNK_BYTES:
         code = SCALAR if entry.type == "numpy-scalar" else ARRAY
-        return _extension(code, entry.dtype, entry.shape, size * itemsize)
+        return _extension(code, entry.dtype, entry.shape, nbytes)
+    itemsize, size = dtypes.itemsize(entry.dtype), math.prod(entry.shape)
     step = max(1, MAX_CHUNK_BYTES // itemsize)
     shape = map_head(len(entry.shape)) + b"".join(pack(str(n)) + pack(s) for n, s in enumerate(entry.shape))
     parts: list[bytes | int] = [map_head(3) + pack(CHUNKED) + pack(True) + pack("shape") + shape + pack("chunks")]
@@ -140,9 +176,18 @@ def _layout(entry: ArrayEntry) -> list[bytes | int]:
     return parts
 
 
-def _extension(code: int, dtype: str, shape: Sequence[int], nbytes: int) -> list[bytes | int]:
+def _nbytes(entry: ArrayEntry) -> int:
+    return math.prod(entry.shape) * dtypes.itemsize(entry.dtype)
+
+
+def _extension(code: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> list[bytes | int]:
+    return [_extension_head(code, dtype, shape, nbytes), nbytes]
+
+
+@functools.lru_cache(maxsize=1024)
+def _extension_head(code: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> bytes:
     head = list_head(3) + pack(list(shape)) + pack(dtype) + bin_head(nbytes)
-    return [ext_head(code, len(head) + nbytes) + head, nbytes]
+    return ext_head(code, len(head) + nbytes) + head
 
 
 def _bytes(contents: Source, entry: ArrayEntry) -> Iterator[memoryview]:

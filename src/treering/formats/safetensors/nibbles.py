@@ -33,6 +33,13 @@ def stored_slices(entry: ArrayEntry, limit: int) -> Iterator[Box]:
         yield (*outer, (2 * start, 2 * stop))
 
 
+def contiguous(array: np.ndarray) -> np.ndarray:
+    """Returns an array whose memory is what a file stores, which may be the array itself."""
+    if array.itemsize == 1 and array.dtype.name == DTYPE:
+        return as_stored(array)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
 def as_stored(array: np.ndarray) -> np.ndarray:
     """Returns an array as the bytes that a file stores."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -25,6 +25,8 @@ def path_of(key: str) -> str:
 
 def key_of(path: str) -> str:
     """Returns the key of a leaf; `path_of` turns it back into the path."""
+    if "~" not in path:
+        return path
     short = path.replace("~0", "~")
     return short if path_of(short) == path else path
 

@@ -47,6 +47,7 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]i?B|B)")
 _UNITS = {"B": 1} | {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
 _UNITS |= {f"{unit}iB": 1024**n for n, unit in enumerate("KMGT", 1)}
 _FIELD = "{suffix}"  # in a pattern of file names
+_Order = Sequence[tuple[int, ArrayEntry]]  # the tensors of a file with their bytes, as they follow each other
 Create = Callable[[str], contextlib.AbstractContextManager[Writer]]
 
 
@@ -183,15 +184,13 @@ def encode_metadata(step: int | None, metrics: Mapping[str, float], metadata: An
     return text if own == Sidecar() else {**text, OWN: msgspec.json.encode(own).decode()}
 
 
-def _lay_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, list[ArrayEntry]]:
+def _lay_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tuple[bytes, _Order]:
     """Returns the header of a file, and its tensors in an order that aligns each for its elements."""
-    sizes = sorted(
-        ((nibbles.stored_nbytes(entry), entry) for entry in entries), key=lambda one: write_order_key(one[0])
-    )
-    order = [entry for _, entry in sizes]
+    order = [(nibbles.stored_nbytes(entry), entry) for entry in entries]
+    order.sort(key=lambda one: write_order_key(one[0]))
     tensors: dict[str, Tensor] = {}
     position = 0
-    for nbytes, entry in sizes:
+    for nbytes, entry in order:
         end = position + nbytes
         tensors[key_of(entry.path)] = Tensor(_CODES[entry.dtype], entry.shape, (position, end))
         position = end
@@ -204,19 +203,20 @@ def _lay_out(entries: Sequence[ArrayEntry], metadata: Mapping[str, str]) -> tupl
         ) from None
 
 
-def _write_tensors(file: Writer, header: bytes, order: Sequence[ArrayEntry], contents: Source) -> None:
+def _write_tensors(file: Writer, header: bytes, order: _Order, contents: Source) -> None:
     file.write(header)
     for batch in _batches(order):
-        parts = [nibbles.as_stored(array).data for array in contents.read(batch, verify=True) if array.size]
-        file.write(parts[0] if len(parts) == 1 else b"".join(parts))
+        arrays = [array for array in contents.read(batch, verify=True) if array.size]
+        # `join` takes the bytes of contiguous arrays as they are.
+        parts: Any = map(nibbles.contiguous, arrays)
+        file.write(nibbles.as_stored(arrays[0]).data if len(arrays) == 1 else b"".join(parts))
 
 
-def _batches(order: Sequence[ArrayEntry]) -> Iterator[list[tuple[ArrayEntry, Box]]]:
+def _batches(order: _Order) -> Iterator[list[tuple[ArrayEntry, Box]]]:
     """Yields what is read together: small arrays, because each read takes as long as many of them, or a slice."""
     batch: list[tuple[ArrayEntry, Box]] = []
     nbytes = 0
-    for entry in order:
-        own = nibbles.stored_nbytes(entry)
+    for own, entry in order:
         if batch and (own > _SMALL_BYTES or nbytes + own > _BATCH_BYTES):
             yield batch
             batch, nbytes = [], 0

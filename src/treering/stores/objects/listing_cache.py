@@ -8,7 +8,7 @@ from ..._threads.forks import free_in_children
 from ..read_errors import ReplacedError
 from .bucket import Bucket, ObjectMeta
 
-_MAX_BEGINNINGS = 16  # first bytes of objects in the cache, at most 1 MiB each
+_MAX_BEGINNING_BYTES = 16 << 20  # of the first bytes of objects in the cache, at most 1 MiB each
 
 
 class ListingCache:
@@ -94,9 +94,9 @@ class ListingCache:
             self._check_listed(found)
             known = memoryview(data).toreadonly(), found
             with self._lock:
-                if len(self._prefixes) == _MAX_BEGINNINGS:
-                    del self._prefixes[next(iter(self._prefixes))]
                 self._prefixes[key] = known
+                while sum(len(one) for one, _ in self._prefixes.values()) > _MAX_BEGINNING_BYTES:
+                    del self._prefixes[next(iter(self._prefixes))]
             self._heads[key] = found
         return known
 
