@@ -249,8 +249,8 @@ def test_names_that_match_nothing_are_named(saved: Any, caplog: pytest.LogCaptur
     with pytest.raises(MismatchError, match=r"expected nothing, found .*extra=\['ema/a'\] leaves it out"):
         tr.restore(path, like=like, extra=["emma/*"], grow=["n"])
     assert [text.partition(": ")[2] for text in caplog.messages] == [
-        "extra=['emma/*'] matches nothing in a, ema/a; the closest name is ema/a",
-        "grow=['n'] matches nothing in a, m, ema/a",
+        "extra: the glob 'emma/*' matches none of a, ema/a; the closest name is ema/a",
+        "grow: the glob 'n' matches none of a, m, ema/a",
     ]
 
 

@@ -61,10 +61,11 @@ def to_shell_wording(text: str, commands: Mapping[str, click.Command], arguments
 
     def rule(match: re.Match[str]) -> str:
         name = match["rule"] or match["text"]
-        if name not in options:
+        if name not in options and match["text"]:
             return match[0]
         values = [ast.literal_eval(value) for value in (match["old"], match["new"]) if value is not None]
-        return f"--{name} {match['glob'] or (shlex.quote('='.join(values)) if values else '')}".rstrip()
+        said = f"--{name} {match['glob'] or (shlex.quote('='.join(values)) if values else '')}".rstrip()
+        return said if name in options else f"`treering convert {said}`"
 
     argument = "source_format" if "source_format" in options else "format"
     text = _SOURCE_FORMAT.sub(rf"{argument}=\g<name>", text)

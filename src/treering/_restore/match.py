@@ -200,8 +200,8 @@ def _check_globs(policy: Policy, flat_tree: FlatTree, entries: Mapping[str, Entr
         parts = list(dict.fromkeys([*inner, *flat_tree.paths, *entries]))
     for option, globs, known in (("extra", policy.extra, entries), ("grow", policy.grow, parts)):
         for glob in _without_match(globs, known):
-            hint = glob_hint(glob, known)
-            _log.warning("%s: %s=[%r] matches nothing in %s%s", name, option, glob, join_names(tuple(known)), hint)
+            among, hint = join_names(tuple(known)), glob_hint(glob, known)
+            _log.warning("%s: %s: the glob %r matches none of %s%s", name, option, glob, among, hint)
 
 
 def _without_match(globs: str | Iterable[str], paths: Collection[str]) -> Iterator[str]:

@@ -325,8 +325,8 @@ class PlainRun:
         others = {} if number in own else self.located_steps()
         if number in others:
             raise NotFoundError(
-                f"{others[number].path}: expected a step that Treering wrote, because no other is pinned or deleted, "
-                "found one that another library wrote; change it with that library, or `treering convert` it"
+                f"{others[number].path}: expected a step in the native format, found one that another library wrote; "
+                "Treering never deletes it, so it needs no pin; delete its folder yourself, or `treering convert` it"
             )
         if others and not own:
             found = ", ".join(map(str, list(others)[-5:]))
