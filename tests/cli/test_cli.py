@@ -663,10 +663,10 @@ def test_all_parts_together_check_every_byte_once(tmp_path: pathlib.Path, treeri
 @pytest.mark.whole
 def test_a_subset_may_be_a_size(run: str, treering: Any) -> None:
     total = tr.verify(run).nbytes
-    found = treering("verify", run, "--subset", total // 3, "--json").json
+    found = treering("verify", run, "--subset", f"{total // 3}B", "--json").json
     assert found["part"][1] in (3, 4) and 0 < found["nbytes"] <= total // 3 + 4
     assert treering("verify", run, "--subset", "10G", "--json").json["part"] == [1, 1]
-    for wrong in ("0/5", "6/5", "x", "1/", "-3"):
+    for wrong in ("0/5", "6/5", "x", "1/", "-3", "5", "1.5"):
         assert treering("verify", run, "--subset", wrong).code == 2
     for bad in ((0, 5), (6, 5), (1,), "1/5", 3):
         with pytest.raises(tr.errors.MismatchError, match="subset="):
