@@ -5,6 +5,7 @@ import difflib
 import inspect
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import traceback
@@ -248,13 +249,41 @@ WRONG_CALLS = [
 ]
 
 
+WRONG_CALLS += [
+    (lambda: tr.save("c", 1, overwite=True), "overwite: the native format has no such", "perhaps overwrite= was meant"),  # type: ignore[call-arg]
+    (lambda: tr.convert("c", "d.msgpack", overwite=True), "format='flax': expected no", "perhaps overwrite= was meant"),  # type: ignore[call-arg]
+    (lambda: tr.follow_weights("s", mising=1), "tr.follow_weights() has no argument mising", "expected stream, like"),  # type: ignore[call-arg]
+]
+
+
 @pytest.mark.parametrize(("call", "what", "right"), WRONG_CALLS, ids=[what for _, what, _ in WRONG_CALLS])
 def test_a_wrong_call_is_answered_with_the_right_one(
     call: Callable[[], object], what: str, right: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     """Python names a function as the library defines it, such as `open_checkpoint`, and not how it is called."""
     monkeypatch.chdir(tmp_path)
+    tr.save("c", {"w": 1})
     with pytest.raises(TypeError) as caught:
         call()
     assert not isinstance(caught.value, tr.errors.TreeringError)
     assert str(caught.value).startswith(what) and right in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda: tr.save("c", 1, memory_limit="1G"), "memory_limit='1G': expected a number of bytes"),  # type: ignore[arg-type]
+        (lambda: tr.restore("x", memory_limit="1G"), "memory_limit='1G': expected a number of bytes"),  # type: ignore[call-overload]
+        (lambda: tr.Checkpointer("run").save(1, 1, memory_limit="1G"), "memory_limit='1G': expected a number"),  # type: ignore[arg-type]
+        (lambda: tr.Checkpointer("run", prefix=3), "prefix=3: expected printable text"),  # type: ignore[arg-type]
+        (lambda: tr.Checkpointer("run", local="l", upload_limit="1G"), "upload_limit='1G': expected more than 0 bytes"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_type_is_named(
+    call: Callable[[], object], what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Without a check, the error would be one of an operator within the library."""
+    monkeypatch.chdir(tmp_path)
+    tr.save("x", 1)
+    with pytest.raises(tr.errors.MismatchError, match=re.escape(what)):
+        call()

@@ -136,7 +136,9 @@ class Subset(click.ParamType):
             return Bytes().convert(value, param, ctx)
         if number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of):
             return int(number), int(of)
-        raise click.BadParameter(f"{value!r}: expected a part such as 2/5, or bytes with a unit, such as 10G", ctx, param)
+        raise click.BadParameter(
+            f"{value!r}: expected a part such as 2/5, or bytes with a unit, such as 10G", ctx, param
+        )
 
 
 class StepNumbers(click.ParamType):

@@ -1,6 +1,7 @@
 """Helps users who write the calls of other checkpoint libraries: the error ends with the call of Treering."""
 
 import contextlib
+import difflib
 import inspect
 import itertools
 import numbers
@@ -180,6 +181,8 @@ def add_hint(
         if isinstance(error, TreeringError):
             raise TypeError(*error.args) from None
         return
+    if isinstance(error, MismatchError) and (hint := _misspelt(options, function, text)):
+        raise TypeError(f"{text}; {hint}") from None
     if unbound and any(_is_of_orbax(type(one)) for one in given):
         error.args = (with_hint(text, call.format(_arguments([keywords.get("options", "")]))),)
     first = 1 if "." in name or name == "record" else 0  # the first argument is the object, or certainly the run
@@ -192,6 +195,15 @@ def add_hint(
         return
     if unbound or (isinstance(error, MismatchError) and error.differences):
         error.args = (with_hint(f"{text}\na step is passed by its name", _RESTORES_STEPS[name]),)
+
+
+def _misspelt(options: Mapping[str, object], function: Callable[..., object], text: str) -> str:
+    """Returns advice if an error is about an option of a format that looks like a misspelt argument, or ""."""
+    known = [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    for option in options.keys() - known:
+        if re.search(rf"(?<!\w){option}(?!\w)", text) and (similar := difflib.get_close_matches(option, known, 1)):
+            return f"perhaps {similar[0]}= was meant"
+    return ""
 
 
 def _public_name(function: Callable[..., object]) -> str:
