@@ -62,6 +62,7 @@ def test_no_printed_message_advises_a_python_argument() -> None:
     ("arguments", "said"),
     [
         (["convert", "c", "m", "--drop", "nothing"], "--drop 'nothing': matches none of the 1 leaves (x)\n"),
+        (["convert", "c", "m", "--rename", "y=z"], "--rename 'y': matches none of the 1 leaves (x)\n"),
         (["convert", "c", "c"], "pass --overwrite to replace it\n"),
         (["convert", "c", "m", "--step", "3"], "--step 3 was asked for"),
         (["convert", "c", "m", "--dtype", "int3"], "--dtype 'int3': expected"),

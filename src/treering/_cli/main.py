@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import difflib
 import io
 import logging
 import os
@@ -38,8 +39,9 @@ _SOURCE_FORMAT = re.compile(r"\bformat=(?P<name>'[^']*') \(treering\.convert: so
 _TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _PYTHON_RULE = re.compile(
     rf"\b(?:tr|treering)\.rules\.(?P<rule>drop|rename)\b(?:\((?P<old>{_TEXT})(?:, (?P<new>{_TEXT}))?\))?"
-    rf"|\b(?P<text>drop)\((?P<glob>{_TEXT})\)"  # as a rule is named in an error about it
+    rf"|\b(?P<text>drop|rename)\((?P<glob>{_TEXT})(?:, …)?\)"  # as a rule is named in an error about it
 )
+_NO_COMMAND = re.compile(r"No such command '(.*)'\.")
 _NAME = "treering"
 _COMPLETE_VARIABLE = "_TREERING_COMPLETE"  # set by the shell that asks for completions
 _SIGPIPE = getattr(signal, "SIGPIPE", 13)
@@ -145,6 +147,10 @@ def _run(arguments: list[str], debug: bool) -> int:
             is_list = error.ctx is not None and error.ctx.command.name == "ls"
             instead = "`treering show` has it" if is_list else "PATH may be a step, such as RUN/step-00001000"
             error = click.UsageError(f"No such option '--step'; {instead}", error.ctx)
+        elif isinstance(error, click.UsageError) and (unknown := _NO_COMMAND.fullmatch(error.message)):
+            similar = difflib.get_close_matches(unknown[1], cli.commands, n=1)
+            meant = f"perhaps '{similar[0]}'" if similar else f"there are {', '.join(sorted(cli.commands))}"
+            error = click.UsageError(f"{error.message.removesuffix('.')}; {meant}", error.ctx)
         elif isinstance(error, click.UsageError) and re.search(r"unexpected extra arguments? \(.*\d\)", error.message):
             options = [] if error.ctx is None else error.ctx.command.params
             if step := next((one for one in options if one.opts[0] in ("--step", "--steps")), None):
