@@ -29,6 +29,7 @@ _PYTHON_ARGUMENT = re.compile(r"(?<![^\s(])([a-z_]+)=(True|'[^']*'|\"[^\"]*\"|[\
 _PYTHON_ADVICE = re.compile(
     r"(?:[;,:]|,? or) pass [a-z_]+=[^;\n]*"
     r"|, or pass a store that is registered with [^;\n]*"
+    r"|; treering\.stores\.register adds one|, or pass a store of obstore"
     r"| \(reading needs no Checkpointer: [^)]*\)"
     r"| \(tr\.open: [^\n]*\)"
     r"|, or clip them with rules before the cast: \[[^\n]*\]"
