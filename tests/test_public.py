@@ -5,6 +5,7 @@ import difflib
 import inspect
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import traceback
@@ -226,3 +227,63 @@ def test_an_argument_that_is_one_of_a_few_words_is_checked(
 def test_a_misspelt_option_is_refused_on_the_first_day(tmp_path: pathlib.Path) -> None:
     with pytest.raises(TypeError, match="misssing"):
         tr.Checkpointer(tmp_path).restore_or_init(dict, misssing="template")
+
+
+WRONG_CALLS = [
+    (lambda: tr.report("run", "x.html"), "tr.report() takes 1 positional argument but 2 were given", "output=…"),  # type: ignore[misc]
+    (lambda: tr.convert("a"), "tr.convert() missing 1 required positional argument: 'dst'", "(src, dst, step=…"),  # type: ignore[call-arg]
+    (lambda: tr.save("a"), "tr.save() missing 1 required positional argument: 'tree'", "(path, tree, format=…"),  # type: ignore[call-arg]
+    (lambda: tr.open("run", 3), "tr.open() takes 1 positional argument", "(path, step=…"),  # type: ignore[misc]
+    (lambda: tr.diff("a"), "tr.diff() missing 1 required positional argument: 'b'", "(a, b)"),  # type: ignore[call-arg]
+    (lambda: tr.Checkpointer(), "tr.Checkpointer() missing 1 required", "tr.Checkpointer(run, save_every=…"),  # type: ignore[call-arg]
+    (lambda: tr.Checkpointer("run").best_step("x"), "Checkpointer.best_step() missing", "(metric, mode)"),  # type: ignore[call-arg]
+    (lambda: tr.Checkpointer("run").pin(), "Checkpointer.pin() missing", "Checkpointer.pin(step)"),  # type: ignore[call-arg]
+    (lambda: tr.rules.rename("a"), "tr.rules.rename() missing", "(pattern, new, optional=…)"),  # type: ignore[call-arg]
+    (lambda: tr.keep.last(), "tr.keep.last() missing", "tr.keep.last(n)"),  # type: ignore[call-arg]
+    (lambda: tr.keep.steps(n=1), "tr.keep.steps() got an unexpected keyword", "tr.keep.steps(*numbers)"),  # type: ignore[call-arg]
+    (lambda: tr.formats.get(), "tr.formats.get() missing", "tr.formats.get(name)"),  # type: ignore[call-arg]
+    (lambda: tr.restore({"w": 1}, "c"), "expected a path", "tr.restore(path, state)"),  # type: ignore[arg-type]
+    (lambda: tr.restore({"w": 1}, like="c"), "expected a path", "tr.restore(path, state)"),  # type: ignore[arg-type]
+    (lambda: tr.save(path={"w": 1}, tree="c"), "expected a path", "tr.save(path, state)"),  # type: ignore[arg-type]
+    (lambda: tr.convert({"w": 1}, "c"), "expected a path", "convert reads a path; save writes"),  # type: ignore[arg-type]
+]
+
+
+WRONG_CALLS += [
+    (lambda: tr.save("c", 1, overwite=True), "overwite: the native format has no such", "perhaps overwrite= was meant"),  # type: ignore[call-arg]
+    (lambda: tr.convert("c", "d.msgpack", overwite=True), "format='flax': expected no", "perhaps overwrite= was meant"),  # type: ignore[call-arg]
+    (lambda: tr.follow_weights("s", mising=1), "tr.follow_weights() has no argument mising", "expected stream, like"),  # type: ignore[call-arg]
+]
+
+
+@pytest.mark.parametrize(("call", "what", "right"), WRONG_CALLS, ids=[what for _, what, _ in WRONG_CALLS])
+def test_a_wrong_call_is_answered_with_the_right_one(
+    call: Callable[[], object], what: str, right: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Python names a function as the library defines it, such as `open_checkpoint`, and not how it is called."""
+    monkeypatch.chdir(tmp_path)
+    tr.save("c", {"w": 1})
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert not isinstance(caught.value, tr.errors.TreeringError)
+    assert str(caught.value).startswith(what) and right in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda: tr.save("c", 1, memory_limit="1G"), "memory_limit='1G': expected a number of bytes"),  # type: ignore[arg-type]
+        (lambda: tr.restore("x", memory_limit="1G"), "memory_limit='1G': expected a number of bytes"),  # type: ignore[call-overload]
+        (lambda: tr.Checkpointer("run").save(1, 1, memory_limit="1G"), "memory_limit='1G': expected a number"),  # type: ignore[arg-type]
+        (lambda: tr.Checkpointer("run", prefix=3), "prefix=3: expected printable text"),  # type: ignore[arg-type]
+        (lambda: tr.Checkpointer("run", local="l", upload_limit="1G"), "upload_limit='1G': expected more than 0 bytes"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_type_is_named(
+    call: Callable[[], object], what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Without a check, the error would be one of an operator within the library."""
+    monkeypatch.chdir(tmp_path)
+    tr.save("x", 1)
+    with pytest.raises(tr.errors.MismatchError, match=re.escape(what)):
+        call()

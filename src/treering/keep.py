@@ -13,6 +13,7 @@ import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
+from ._core.tracebacks import hide_internal_frames
 from .errors import MismatchError
 
 __all__ = ["Policy", "Saved", "best", "every", "last", "size", "steps"]
@@ -238,3 +239,7 @@ def _check_seconds(name: str, interval: datetime.timedelta) -> float:
 def _check_mode(mode: str, where: str = "") -> None:
     if mode not in ("min", "max"):
         raise MismatchError(f"{where}expected the mode 'min' or 'max', found {mode!r}")
+
+
+for _name in ("best", "every", "last", "size", "steps"):
+    globals()[_name] = hide_internal_frames(globals()[_name])

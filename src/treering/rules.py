@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ._core import dtypes
 from ._core.describe import describe_entry
 from ._core.entries import KEY_SIZES, visible_shape
+from ._core.tracebacks import hide_internal_frames
 from ._core.views import Leaf, padded, part, tiled, transposed, wrapped
 from ._core.views import cast as _cast
 from ._core.views_groups import mapped, reshaped
@@ -451,3 +452,7 @@ def _map(function: "Callable[[np.ndarray], np.ndarray]", shape: tuple[int, ...] 
     own = leaf.array.shape if shape is None else shape
     hint = "pass shape=, and change the dtype by a cast rule"
     return mapped([leaf], leaf.entry.path, function, own, leaf.array.dtype, hint)
+
+
+for _name in (*__all__, "map"):
+    globals()[_name] = hide_internal_frames(globals()[_name])

@@ -1,16 +1,17 @@
 """Calls the command as from a shell, but in this process."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from treering._cli.main import main
 
 
-class Result:
-    def __init__(self, code: int, out: str, err: str):
-        self.code, self.out, self.err = code, out, err
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
 
     @property
     def json(self) -> Any:

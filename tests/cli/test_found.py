@@ -504,3 +504,22 @@ def test_the_best_step_is_taken(best: str, step: int, tmp_path: pathlib.Path, tr
     assert treering("stats", run, "--best", best, "--json").json["step"] == step
     assert treering("convert", run, tmp_path / "m.safetensors", "--best", best).code == 0
     assert tr.restore(tmp_path / "m.safetensors")["w"][0] == step
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.msgpack", "m.eqx", "orbax", "t5x", "levanter"])
+def test_a_format_without_checksums_is_said(tmp_path: pathlib.Path, name: str, treering: Any) -> None:
+    """A changed value does not show there, so a report must not say that all is good."""
+    path, array = tmp_path / name, np.arange(100_000.0)
+    tr.save(path, {"a": array}, format=None if "." in name else name)
+    for report in (tr.verify(path), treering("verify", path).out):
+        assert "all good" not in str(report) and "no damage found\n  only the structure was checked" in str(report)
+    assert "only the structure" in tr.verify(path)._repr_html_()
+    if name == "m.safetensors":
+        path.write_bytes(path.read_bytes().replace(array.tobytes(), array[::-1].tobytes()))
+    found = treering("verify", path, "--json")
+    assert found.code == 0 and found.json["ok"] and found.json["without_checksums"] == ["."]
+    tr.save(tmp_path / "run" / "step-00000001", {"a": array})
+    tr.save(tmp_path / "run" / "2", {"a": array}, format="orbax")
+    mixed = tr.verify(tmp_path / "run")
+    assert mixed.without_checksums == ("2",) and "of 1 checkpoint, only the structure" in str(mixed)
+    assert "all good" in str(tr.verify(tmp_path / "run", format="treering"))

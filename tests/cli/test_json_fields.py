@@ -39,9 +39,10 @@ FIELDS = {
     "sample}}}",
     "diff": "{only_a, only_b, changed: {*}, equal, values: {*: {differing, size, largest, relative, cosine}}}",
     "verify": "{path, ok, nbytes, checked, problems: [{file, leaves, block, what}], unsupported, closed, deleted, "
-    "archived, passed_over, unfinished, part}",
+    "archived, passed_over, unfinished, without_checksums, part}",
     "verify (of several runs)": "{path, ok, nbytes, part, not_checked, runs: [{path, ok, nbytes, checked, problems: "
-    "[{file, leaves, block, what}], unsupported, closed, deleted, archived, passed_over, unfinished}]}",
+    "[{file, leaves, block, what}], unsupported, closed, deleted, archived, passed_over, unfinished, "
+    "without_checksums}]}",
     "convert": "{path, nbytes, seconds, dry_run}",
     "convert --dry-run": "{path, format, step, leaves, nbytes, dry_run}",
     "convert (of a run to orbax)": "{path, written, left_behind, nbytes, dry_run}",

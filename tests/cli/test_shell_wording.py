@@ -62,6 +62,7 @@ def test_no_printed_message_advises_a_python_argument() -> None:
     ("arguments", "said"),
     [
         (["convert", "c", "m", "--drop", "nothing"], "--drop 'nothing': matches none of the 1 leaves (x)\n"),
+        (["convert", "c", "m", "--rename", "y=z"], "--rename 'y': matches none of the 1 leaves (x)\n"),
         (["convert", "c", "c"], "pass --overwrite to replace it\n"),
         (["convert", "c", "m", "--step", "3"], "--step 3 was asked for"),
         (["convert", "c", "m", "--dtype", "int3"], "--dtype 'int3': expected"),
@@ -71,6 +72,9 @@ def test_no_printed_message_advises_a_python_argument() -> None:
         (["convert", "zeros", "m"], "pass --max-expansion inf\n"),
         (["ls", "several"], "found several other prefixes: a-, b-; open a step by its own path, or pass --prefix\n"),
         (["ls", "other"], "a-1 is in it; pass --prefix 'a-'\n"),
+        (["show", "foo://x"], ", s3, s3a (a folder of that name has an absolute path)\n"),
+        (["report", "other", "--prefix", "a-", "-o", "c.html/x"], "/c.html/x: the report cannot be written there: "),
+        (["pull", "stream", "m"], "and drop it by a rule: `treering convert --drop text`\n"),
     ],
 )
 def test_errors_name_the_options_of_the_command(
@@ -80,6 +84,8 @@ def test_errors_name_the_options_of_the_command(
     monkeypatch.setattr("treering._core.expansion._EXEMPT_BYTES", 1000)
     for name in ("c", "step=1", "my step=1; pass step=2", "several/a-00000001", "several/b-00000001"):
         tr.save(tmp_path / name, {"x": np.ones(3)})
+    (tmp_path / "c.html").touch()
+    tr.save(tmp_path / "stream" / "step-00000001", {"x": np.ones(3), "text": "t"})
     same = np.ones(10_000)
     tr.save(tmp_path / "zeros", dict.fromkeys(map(str, range(200)), same))
     tr.save(tmp_path / "other" / "a-1", {"x": np.ones(3)})

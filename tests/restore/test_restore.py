@@ -240,6 +240,20 @@ def test_extra_leaves_are_left_out_when_asked(saved: Any) -> None:
         tr.restore(path, like={"a": np.ones(2)}, extra=["other/**"])
 
 
+def test_names_that_match_nothing_are_named(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """`extra` and `grow` may name what only an earlier checkpoint has, so that a typo is a warning."""
+    path = saved({"a": np.zeros(2), "ema": {"a": np.zeros(2)}, "m": []})
+    like = {"a": np.ones(2), "m": []}
+    tr.restore(path, like=like, extra=["ema/*"], grow=["m", "a"])
+    assert not caplog.messages
+    with pytest.raises(MismatchError, match=r"expected nothing, found .*extra=\['ema/a'\] leaves it out"):
+        tr.restore(path, like=like, extra=["emma/*"], grow=["n"])
+    assert [text.partition(": ")[2] for text in caplog.messages] == [
+        "extra: the glob 'emma/*' matches none of a, ema/a; the closest name is ema/a",
+        "grow: the glob 'n' matches none of a, m, ema/a",
+    ]
+
+
 def test_none_and_functions_are_no_arrays(saved: Any) -> None:
     path = saved({"f": jax.nn.relu, "n": None, "x": np.ones(2), "was": np.ones(2)})
     like = {"f": jnp.tanh, "n": None, "x": np.ones(2), "was": np.ones(2), "new": None}

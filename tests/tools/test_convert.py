@@ -195,3 +195,15 @@ def test_a_run_of_another_library_goes_on(tmp_path: pathlib.Path, format: str) -
             ckpts.delete(30)
     assert {path: path.read_bytes() for path in before} == before
     assert tr.open(tmp_path / "run").format == "treering"
+
+
+def test_a_source_and_a_target_that_are_swapped(tmp_path: pathlib.Path) -> None:
+    """The error of a missing source says if the target is what was meant."""
+    tr.save(tmp_path / "c", {"w": np.ones(3)})
+    hint = "the source comes first, and the target .* has a checkpoint"
+    with pytest.raises(NotFoundError, match=f"new.safetensors: expected a checkpoint .*{hint}"):
+        tr.convert(tmp_path / "new.safetensors", tmp_path / "c")
+    for src, dst in ((tmp_path / "new", tmp_path / "other"), (tmp_path / "c", tmp_path / "c")):
+        with pytest.raises((NotFoundError, ExistsError)) as caught:
+            tr.convert(src, dst)
+        assert "the source comes first" not in str(caught.value)

@@ -33,6 +33,7 @@ PREFIX = click.option(
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
 _STEPS = re.compile(r"([0-9]{1,16})(?:\.\.([0-9]{1,16}))?")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_MIN_PLAIN_BYTES = 1 << 20  # of a subset that is given without a unit
 _UNIT_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -130,11 +131,14 @@ class Subset(click.ParamType):
         if isinstance(value, tuple):
             return value
         number, slash, of = str(value).partition("/")
-        if not slash:
+        # A number of bytes below that of a block was hardly meant as one: `--subset 5`.
+        if not slash and (number[-1:].isalpha() or (number.isdecimal() and int(number) >= _MIN_PLAIN_BYTES)):
             return Bytes().convert(value, param, ctx)
         if number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of):
             return int(number), int(of)
-        raise click.BadParameter(f"{value!r}: expected a part such as 2/5, or bytes such as 10G", ctx, param)
+        raise click.BadParameter(
+            f"{value!r}: expected a part such as 2/5, or bytes with a unit, such as 10G", ctx, param
+        )
 
 
 class StepNumbers(click.ParamType):

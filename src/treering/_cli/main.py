@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import difflib
 import io
 import logging
 import os
@@ -28,6 +29,7 @@ _PYTHON_ARGUMENT = re.compile(r"(?<![^\s(])([a-z_]+)=(True|'[^']*'|\"[^\"]*\"|[\
 _PYTHON_ADVICE = re.compile(
     r"(?:[;,:]|,? or) pass [a-z_]+=[^;\n]*"
     r"|, or pass a store that is registered with [^;\n]*"
+    r"|; treering\.stores\.register adds one|, or pass a store of obstore"
     r"| \(reading needs no Checkpointer: [^)]*\)"
     r"| \(tr\.open: [^\n]*\)"
     r"|, or clip them with rules before the cast: \[[^\n]*\]"
@@ -38,8 +40,9 @@ _SOURCE_FORMAT = re.compile(r"\bformat=(?P<name>'[^']*') \(treering\.convert: so
 _TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _PYTHON_RULE = re.compile(
     rf"\b(?:tr|treering)\.rules\.(?P<rule>drop|rename)\b(?:\((?P<old>{_TEXT})(?:, (?P<new>{_TEXT}))?\))?"
-    rf"|\b(?P<text>drop)\((?P<glob>{_TEXT})\)"  # as a rule is named in an error about it
+    rf"|\b(?P<text>drop|rename)\((?P<glob>{_TEXT})(?:, …)?\)"  # as a rule is named in an error about it
 )
+_NO_COMMAND = re.compile(r"No such command '(.*)'\.")
 _NAME = "treering"
 _COMPLETE_VARIABLE = "_TREERING_COMPLETE"  # set by the shell that asks for completions
 _SIGPIPE = getattr(signal, "SIGPIPE", 13)
@@ -61,10 +64,11 @@ def to_shell_wording(text: str, commands: Mapping[str, click.Command], arguments
 
     def rule(match: re.Match[str]) -> str:
         name = match["rule"] or match["text"]
-        if name not in options:
+        if name not in options and match["text"]:
             return match[0]
         values = [ast.literal_eval(value) for value in (match["old"], match["new"]) if value is not None]
-        return f"--{name} {match['glob'] or (shlex.quote('='.join(values)) if values else '')}".rstrip()
+        said = f"--{name} {match['glob'] or (shlex.quote('='.join(values)) if values else '')}".rstrip()
+        return said if name in options else f"`treering convert {said}`"
 
     argument = "source_format" if "source_format" in options else "format"
     text = _SOURCE_FORMAT.sub(rf"{argument}=\g<name>", text)
@@ -144,6 +148,10 @@ def _run(arguments: list[str], debug: bool) -> int:
             is_list = error.ctx is not None and error.ctx.command.name == "ls"
             instead = "`treering show` has it" if is_list else "PATH may be a step, such as RUN/step-00001000"
             error = click.UsageError(f"No such option '--step'; {instead}", error.ctx)
+        elif isinstance(error, click.UsageError) and (unknown := _NO_COMMAND.fullmatch(error.message)):
+            similar = difflib.get_close_matches(unknown[1], cli.commands, n=1)
+            meant = f"perhaps '{similar[0]}'" if similar else f"there are {', '.join(sorted(cli.commands))}"
+            error = click.UsageError(f"{error.message.removesuffix('.')}; {meant}", error.ctx)
         elif isinstance(error, click.UsageError) and re.search(r"unexpected extra arguments? \(.*\d\)", error.message):
             options = [] if error.ctx is None else error.ctx.command.params
             if step := next((one for one in options if one.opts[0] in ("--step", "--steps")), None):

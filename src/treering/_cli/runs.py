@@ -1,10 +1,12 @@
 """The commands that change a run: pin, unpin, rewind."""
 
+import logging
 from typing import TYPE_CHECKING
 
 import click
 
 from .._core.units import count
+from .._printable import safe
 from .arguments import BEST, PREFIX, STEP
 from .listing import chosen_step
 from .output import PATH, as_json, say, say_json
@@ -45,6 +47,8 @@ def _pin(run: str, steps: tuple[int, ...], prefix: str | None, *, wanted: bool, 
         directory.pin(step, wanted)
     if json_:
         say_json({"path": directory.root, "steps": steps, "pinned": directory.pinned()})
+    else:
+        say(f"{'pinned' if wanted else 'unpinned'}: {', '.join(map(str, steps))}")
 
 
 @click.command()
@@ -82,15 +86,15 @@ def rewind(
         external_writes.check_no_writer(store, root)
     else:
         try:
-            directory.rewind(back_to)
+            directory.rewind(back_to, log_level=logging.INFO)
         finally:
             directory.release()
+    place = next((one for one in archived_runs(store, root) if one not in before), None)
     if json_:
-        place = next((one for one in archived_runs(store, root) if one not in before), None)
         say_json({"path": root, "step": step, "set_aside": later, "to": place, "dry_run": dry_run})
-    elif dry_run:
-        steps = ", ".join(map(str, later))
-        say(f"{count(len(later), 'step')} would be archived: {steps}" if later else "nothing to archive")
+    else:
+        what = "would be archived" if dry_run else f"archived in {safe(place)}"
+        say(f"{count(len(later), 'step')} {what}: {', '.join(map(str, later))}" if later else "nothing to archive")
 
 
 def open_run(run: str, prefix: str | None) -> "PlainRun":

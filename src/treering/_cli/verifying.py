@@ -46,9 +46,9 @@ def verify(
 ) -> int:
     """Check every byte of a checkpoint, or of a run's steps. Bytes are checked by checksum. Damage is exit code 1.
 
-    Formats without checksums are read and decoded. In a run it also checks the steps that a rewind archived. PATH may
-    be a directory of runs and checkpoints. It names what it cannot check; the exit code is 3 then, unless there is
-    damage.
+    Formats without checksums are only read and decoded, and the output says so. In a run it also checks the steps that
+    a rewind archived. PATH may be a directory of runs and checkpoints. It names what it cannot check; the exit code is
+    3 then, unless there is damage.
     """
     from .. import formats, stores
     from .._tools.runs_folder import scan_runs_folder
@@ -143,11 +143,12 @@ def _result_fields(checked: "CheckResult") -> dict[str, Any]:
         "archived": checked.archived,
         "passed_over": checked.passed_over,
         "unfinished": checked.unfinished,
+        "without_checksums": checked.without_checksums,
     }
 
 
 def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
-    from .._tools.verify import UNFINISHED
+    from .._tools.verify import UNFINISHED, unsummed
 
     which = "" if part is None else f", part {part[0]} of {part[1]}"
     say(f"{safe(checked.path)}: {nbytes(checked.nbytes)}{which}, {_result_text(checked)}")
@@ -157,6 +158,8 @@ def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
     for error in (*checked.unsupported, *checked.closed):
         what, listed, _ = str(error).replace(f"{checked.path}/", "").partition(":\n")  # reasons, one for each format
         say(f"  cannot be checked: {safe(what)}{'; `treering show` says why' if listed else ''}")
+    for line in unsummed(checked.without_checksums):
+        say(f"  {line}")
     for step in checked.deleted:
         say(f"  deleted meanwhile: {safe(step)}")
     for archived in checked.archived:
@@ -168,6 +171,8 @@ def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
 
 
 def _result_text(checked: "CheckResult") -> str:
+    from .._tools.verify import good
+
     cannot = len(checked.unsupported) + len(checked.closed)
     if checked.problems:
         return click.style(count(len(checked.problems), "problem"), fg="red")
@@ -176,10 +181,10 @@ def _result_text(checked: "CheckResult") -> str:
             f"{cannot} of {count(checked.checkpoints + cannot, 'checkpoint')} cannot be checked", fg="yellow"
         )
     if checked.checkpoints:
-        good = click.style("all good", fg="green")
+        text = click.style(good(checked.without_checksums), fg="green")
         if not checked.unfinished:
-            return good
-        return good + click.style(f", {count(len(checked.unfinished), 'unfinished step')} not checked", fg="yellow")
+            return text
+        return text + click.style(f", {count(len(checked.unfinished), 'unfinished step')} not checked", fg="yellow")
     return "nothing was checked" if checked.passed_over or checked.deleted else "nothing to check yet"
 
 

@@ -5,6 +5,7 @@ Neither is damage, so the caller can lift the limit.
 """
 
 import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +25,12 @@ def check_bound(max_ratio: Any) -> None:
     """Raises `MismatchError` for anything but a number from 1."""
     if isinstance(max_ratio, bool) or not isinstance(max_ratio, int | float) or not max_ratio >= 1:
         raise MismatchError(f"max_expansion={max_ratio!r}: expected a number from 1, or math.inf")
+
+
+def check_memory_limit(limit: Any) -> None:
+    """Raises `MismatchError` for anything but a number of bytes or None."""
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, numbers.Real) or limit < 0):
+        raise MismatchError(f"memory_limit={limit!r}: expected a number of bytes, such as {1 << 30}, or None")
 
 
 def check(source: Source, entries: Iterable[ArrayEntry], name: str, max_ratio: float) -> None:

@@ -1,5 +1,9 @@
 """Helps users who write the calls of other checkpoint libraries: the error ends with the call of Treering."""
 
+import contextlib
+import difflib
+import inspect
+import itertools
 import numbers
 import os
 import re
@@ -68,7 +72,11 @@ CALLS = {
     "record": ("tr.record(run, step, metrics{})", {}),
     "Publisher.publish": ("publisher.publish(version, state{})", {}),
     "follow_weights": ("tr.follow_weights(stream, state{})", {}),
+    "convert": ("tr.save(dst, state{})", {}),
 }
+_PUBLIC = {"StepList": "Checkpointer", "open_checkpoint": "open"}  # names that differ within the library
+_ANOTHER_ORDER = "the arguments are in another order"
+_SWAPPED = {"convert": "convert reads a path; save writes a tree or a `Checkpoint`"}
 _RESTORES_STEPS = {  # calls that take the template as the argument that is the step in other libraries
     "Checkpointer.restore": "ckpts.restore(state, step=step)",
     "restore": "tr.restore(run, state, step=step)",
@@ -149,34 +157,75 @@ def add_hint(
     given: Sequence[object],
     options: Mapping[str, object],
 ) -> None:
-    """Adds the call of Treering to the error of a public call that was given the arguments of another library.
+    """Adds the right call to the error of a public call that was given wrong arguments, or those of another library.
 
-    Raises a `TypeError` instead if the error is a `MismatchError` about the name of an argument.
+    Raises a `TypeError` instead if the error is a `MismatchError` about the name or the order of the arguments.
     """
-    name = function.__qualname__
-    if name not in CALLS or not error.args:
+    if not error.args:
+        return
+    name, text = function.__qualname__, str(error.args[0])
+    traceback = error.__traceback__
+    while traceback and (inner := traceback.tb_next) and inner.tb_frame.f_code.co_filename == contextlib.__file__:
+        traceback = inner  # a context manager around the call
+    unbound = not isinstance(error, TreeringError) and traceback is not None and traceback.tb_next is None
+    if unbound:
+        public = _public_name(function)
+        text = text.replace(f"{name}()", f"{public}()", 1)
+        error.args = (f"{text}; expected {public}{_parameters(function)}",)
+    if name not in CALLS:
         return
     call, keywords = CALLS[name]
-    text = str(error.args[0])
-    traceback = error.__traceback__
-    unbound = not isinstance(error, TreeringError) and traceback is not None and traceback.tb_next is None
     foreign = [option for option in options if option in keywords]
     if foreign and (unbound or any(re.search(rf"(?<!\w){option}(?!\w)", text) for option in foreign)):
         error.args = (with_hint(text, call.format(_arguments(keywords[option] for option in foreign))),)
         if isinstance(error, TreeringError):
             raise TypeError(*error.args) from None
         return
+    if isinstance(error, MismatchError) and (hint := _misspelt(options, function, text)):
+        raise TypeError(f"{text}; {hint}") from None
     if unbound and any(_is_of_orbax(type(one)) for one in given):
         error.args = (with_hint(text, call.format(_arguments([keywords.get("options", "")]))),)
     first = 1 if "." in name or name == "record" else 0  # the first argument is the object, or certainly the run
-    if isinstance(error, MismatchError) and _are_swapped(given[first:]):
-        error.args = (with_hint(f"{text}\nthe arguments are in another order", call.format("")),)
-        return
+    parameters = list(inspect.signature(function).parameters.values())
+    named = [options[one.name] for one in parameters if one.name in options and one.kind is one.POSITIONAL_OR_KEYWORD]
+    if isinstance(error, MismatchError) and _are_swapped([*given, *named][first:]):
+        raise TypeError(with_hint(f"{text}\n{_SWAPPED.get(name, _ANOTHER_ORDER)}", call.format(""))) from None
     like = given[1] if len(given) > 1 else options.get("like")
     if name not in _RESTORES_STEPS or not isinstance(like, numbers.Integral):
         return
     if unbound or (isinstance(error, MismatchError) and error.differences):
         error.args = (with_hint(f"{text}\na step is passed by its name", _RESTORES_STEPS[name]),)
+
+
+def _misspelt(options: Mapping[str, object], function: Callable[..., object], text: str) -> str:
+    """Returns advice if an error is about an option of a format that looks like a misspelt argument, or ""."""
+    known = [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    for option in options.keys() - known:
+        if re.search(rf"(?<!\w){option}(?!\w)", text) and (similar := difflib.get_close_matches(option, known, 1)):
+            return f"perhaps {similar[0]}= was meant"
+    return ""
+
+
+def _public_name(function: Callable[..., object]) -> str:
+    """Returns the name of a public call as users write it, such as `tr.keep.last` or `Checkpointer.save`."""
+    owner, _, name = function.__qualname__.rpartition(".")
+    if owner:
+        return f"tr.{owner}" if name == "__init__" else f"{_PUBLIC.get(owner, owner)}.{name}"
+    modules = itertools.takewhile(lambda module: not module.startswith("_"), function.__module__.split(".")[1:])
+    return ".".join(["tr", *modules, _PUBLIC.get(name, name)])
+
+
+def _parameters(function: Callable[..., object]) -> str:
+    """Returns the parameters of a call: defaults of those that may be passed by position, and names of the others."""
+    shown: list[str] = []
+    for name, one in inspect.signature(function).parameters.items():
+        if one.kind is one.KEYWORD_ONLY:
+            shown.append(f"{name}=…")
+        elif one.kind is one.POSITIONAL_OR_KEYWORD:
+            shown.append(name if one.default is one.empty else f"{name}={one.default!r}")
+        else:
+            shown.append(str(one).partition(":")[0])
+    return f"({', '.join(one for one in shown if one != 'self')})"
 
 
 def _are_swapped(given: Sequence[object]) -> bool:

@@ -180,6 +180,14 @@ def expands(source: Source) -> bool:
     return getattr(source, "expands", True)
 
 
+def has_checksums(source: Source) -> bool:
+    """Returns True if stored checksums cover every byte of the arrays, so that `problems` notices each change.
+
+    A source without an attribute `has_checksums` has none.
+    """
+    return getattr(source, "has_checksums", False)
+
+
 def static_values(source: Source) -> Mapping[str, Mapping[str, Any]]:
     """Returns the static values that a source records, by the path of their container and by name."""
     return getattr(source, "static", {})

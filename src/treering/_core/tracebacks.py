@@ -35,8 +35,8 @@ _HIDDEN_FILES = {
 def hide_internal_frames(function: F) -> F:
     """Makes a public call whose errors about its arguments show no frames of this library. Causes stay.
 
-    This also releases the objects that those frames hold: templates, readers, a `Checkpointer`. An error about the
-    arguments of another library ends with the call of Treering.
+    This also releases the objects that those frames hold: templates, readers, a `Checkpointer`. Python's errors about
+    arguments get the public name of the call and its parameters, or the call that replaces one of another library.
     """
 
     @functools.wraps(function)

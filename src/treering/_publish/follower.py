@@ -12,6 +12,7 @@ from .._core.boxes import Box
 from .._core.entries import ArrayEntry, step_number
 from .._core.source import Source, arrays_of, complete_arrays, origins
 from .._core.tracebacks import hide_internal_frames
+from .._restore import options as _options
 from .._restore.checkpoint import Checkpoint
 from .._restore.restore import HeldLeaves
 from .._run import run_layout
@@ -64,6 +65,7 @@ def follow_weights(
     is read, the arrays that it changes are there twice, because the tree before stays as it is. Raises
     `MismatchError` if the versions do not fit `like`, and `UnsupportedError` for one of a later release.
     """
+    _options.check(options, "tr.follow_weights()", ("stream", "like", "version", "timeout"))
     versions = read_versions(stores.absolute_run(stream), version, timeout)
     return _restored(versions, like, options)
 

@@ -4,7 +4,7 @@ The result says for every leaf of the template what to read and how to make the 
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._core import dtypes
@@ -12,7 +12,7 @@ from .._core.describe import FUNCTION, NONE, NOTHING, describe_entry, mismatch_e
 from .._core.entries import ArrayEntry, Entry, LostEntry, ValueEntry, check_readable, is_absent
 from .._core.leaf_paths import closest, glob_hint, join_names, matches, parent_paths, relative_to
 from .._core.quantized_layouts import SMALL_DTYPES
-from .._core.skeleton import Skeleton
+from .._core.skeleton import Skeleton, containers
 from .._pytree import variable_levels
 from .._pytree.leaves import is_function
 from .._pytree.walk import FlatTree
@@ -69,7 +69,7 @@ def match(
         entries = variable_levels.rename_to_tree(like, entries) if written else entries
         return _compare(like, entries, skeleton, policy, records_kinds)
 
-    _check_globs(policy, flat_tree.paths)
+    _check_globs(policy, flat_tree, entries, name)
     targets, found, differences = compare(flat_tree, entries, skeleton, policy, written=False)
     differences = [*problems, *differences]
     filled = [] if differences else [p for p, target in zip(flat_tree.paths, targets, strict=True) if target.filled]
@@ -183,16 +183,32 @@ def _keeps_own_values(path: str, paths: Sequence[str], targets: Sequence[LeafTar
     return bool(inside) and all(inside)
 
 
-def _check_globs(policy: Policy, paths: Sequence[str]) -> None:
-    """Raises `MismatchError` for a glob in `missing` that matches no leaf, because it is probably misspelt."""
+def _check_globs(policy: Policy, flat_tree: FlatTree, entries: Mapping[str, Entry], name: str) -> None:
+    """Raises `MismatchError` for a glob in `missing` that matches no leaf, because it is probably misspelt.
+
+    Such a glob in `extra` or `grow` is only logged: it may match in the first checkpoint that a loop restores, which
+    another library wrote, and not in those that the loop saves.
+    """
+    for glob in _without_match(policy.missing, flat_tree.paths):
+        raise MismatchError(
+            f"missing=[{glob!r}]: expected a glob that matches a leaf of the template, found no match in "
+            f"{join_names(tuple(flat_tree.paths))}{glob_hint(glob, flat_tree.paths)}"
+        )
+    parts: list[str] = []
+    if policy.grow:
+        inner = [path for _, path, _ in containers(flat_tree.skeleton) if path]
+        parts = list(dict.fromkeys([*inner, *flat_tree.paths, *entries]))
+    for option, globs, known in (("extra", policy.extra, entries), ("grow", policy.grow, parts)):
+        for glob in _without_match(globs, known):
+            among, hint = join_names(tuple(known)), glob_hint(glob, known)
+            _log.warning("%s: %s: the glob %r matches none of %s%s", name, option, glob, among, hint)
+
+
+def _without_match(globs: str | Iterable[str], paths: Collection[str]) -> Iterator[str]:
     known = set(paths)
-    for glob in () if isinstance(policy.missing, str) else policy.missing:
+    for glob in () if isinstance(globs, str) else globs:
         if glob not in known and not any(matches(path, glob) for path in paths):
-            shown = join_names(tuple(paths))
-            raise MismatchError(
-                f"missing=[{glob!r}]: expected a glob that matches a leaf of the template, found no match in {shown}"
-                f"{glob_hint(glob, paths)}"
-            )
+            yield glob
 
 
 def _nothing_found(name: str, filled: Sequence[str], entries: Mapping[str, Entry], cause: str) -> MismatchError:

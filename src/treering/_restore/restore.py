@@ -110,6 +110,7 @@ def restore(
         raise MismatchError(f"read={read!r}: expected 'each' or 'once'")
     if isinstance(sharding, str) and sharding != "saved":
         raise MismatchError(f"sharding={sharding!r}: expected 'saved', a sharding or a tree of them")
+    expansion.check_memory_limit(memory_limit)
     name = source_name(source)
     with gc_paused():
         plan = (

@@ -32,7 +32,7 @@ def check(
     for name, policy in (("keep", keep), ("keep_local", local_policy(keep_local))):
         if policy is not None and not isinstance(policy, Policy):
             raise MismatchError(f"{name}={policy!r}: expected a policy such as treering.keep.last(3)")
-    if "/" in prefix or prefix[-1:].isdigit() or not prefix.isprintable():
+    if not isinstance(prefix, str) or "/" in prefix or prefix[-1:].isdigit() or not prefix.isprintable():
         raise MismatchError(f"prefix={prefix!r}: expected printable text without '/' that does not end in a digit")
     if when_busy not in ("wait", "skip"):
         raise MismatchError(f"when_busy={when_busy!r}: expected 'wait' or 'skip'")

@@ -381,7 +381,7 @@ class Checkpointer(StepList):
         After restoring an earlier step with `step=` or `best=`, the next save archives the later steps, as `rewind`
         does. Until then nothing changes. This job never deletes the step that it restored.
         """
-        _options.check(options, "restore()", ("like", "step", "best", "fallback"))
+        _options.check(options, "Checkpointer.restore()", ("like", "step", "best", "fallback"))
         if step is not None and best is not None:
             raise MismatchError(f"best={best!r}: expected step= or best=, found both")
         what = f"restore({f'best={best!r}' if best is not None else '' if step is None else f'step={step}'})"
@@ -417,7 +417,7 @@ class Checkpointer(StepList):
         from .._restore import initial
 
         # Also in the first job, which restores nothing.
-        _options.check(options, "restore_or_init()", ("init", "sharding", "fallback"))
+        _options.check(options, "Checkpointer.restore_or_init()", ("init", "sharding", "fallback"))
         arguments.check_init(init)
         refuse_reentry("restore_or_init()", self)
         found = resume.has_begun_for_all(self._collective, self._directory)

@@ -267,21 +267,23 @@ class PlainRun:
         self.check_movable_after(step)
         return list(self.steps.lookup().after(step))
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, *, log_level: int = logging.WARNING) -> None:
         """Archives the steps after a step, or all: with 0, if step 0 is not saved, or with `BEFORE_FIRST_STEP`.
+
+        log_level: lower if the caller says what was archived.
 
         Raises `NotFoundError` if there is no such step, and `UnsupportedError` if a later one is another library's.
         """
         self.steps_to_archive(step)
         self._acquire_run()
-        self.archive_after(step)
+        self.archive_after(step, log_level)
 
     def finish(self) -> None:
         """Marks the run as finished."""
         self._acquire_run()
         self.mark_finished()
 
-    def archive_after(self, step: int) -> None:
+    def archive_after(self, step: int, log_level: int = logging.WARNING) -> None:
         """Archives the steps after a number. The caller has the lease."""
         run_layout.sync_archived(self._store, self._root)
         later = self.steps.lookup().after(step)
@@ -290,7 +292,7 @@ class PlainRun:
             place = run_layout.archive_steps(self._store, self._root, list(reversed(later.values())))
             self._starts_over = not self.steps.lookup()
             where = "the run starts over" if self._starts_over else f"continuing from step {step}"
-            _log.warning("%s; %s archived in %s", where, count(len(later), "later step"), place)
+            _log.log(log_level, "%s; %s archived in %s", where, count(len(later), "later step"), place)
 
     def check_movable_after(self, step: int) -> None:
         """Raises `UnsupportedError` if steps after a number cannot be moved."""
@@ -323,8 +325,8 @@ class PlainRun:
         others = {} if number in own else self.located_steps()
         if number in others:
             raise NotFoundError(
-                f"{others[number].path}: expected a step that Treering wrote, because no other is pinned or deleted, "
-                "found one that another library wrote; change it with that library, or `treering convert` it"
+                f"{others[number].path}: expected a step in the native format, found one that another library wrote; "
+                "Treering never deletes it, so it needs no pin; delete its folder yourself, or `treering convert` it"
             )
         if others and not own:
             found = ", ".join(map(str, list(others)[-5:]))

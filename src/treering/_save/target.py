@@ -18,7 +18,7 @@ import numpy as np
 from jax import core
 
 from .. import formats, stores
-from .._core import dtypes
+from .._core import dtypes, expansion
 from .._core.calls import Call
 from .._core.entries import step_number
 from .._core.source import INFO_FIELDS
@@ -225,6 +225,7 @@ class NativeTarget(SaveTarget):
 
 def target_of(call: Call, path: str, info: Info, options: SaveOptions) -> SaveTarget:
     """Returns the target of a save. Raises `MismatchError` for an unknown format or an option that it does not have."""
+    expansion.check_memory_limit(options.memory_limit)
     format = formats.for_path(path, options.format)
     kind = NativeTarget if format.name == "treering" else SaveTarget
     if kind is NativeTarget and options.format_options:

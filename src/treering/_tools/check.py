@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from .. import formats, stores
-from .._core.source import EVERYTHING, Problem, Share, Source, check_not_left_out
+from .._core.source import EVERYTHING, Problem, Share, Source, check_not_left_out, has_checksums
 from .._run import run_layout
 from .._run.step_fallback import check_exists, check_format, detect_or_explain
 from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError, UnsupportedError
@@ -143,6 +143,7 @@ class CheckResult:
     `unsupported` and `closed` say why some checkpoints cannot be checked. `deleted` are the paths of checkpoints that
     were deleted meanwhile. `passed_over` is the number of checkpoints that were committed before `since`. `archived`
     are directories of archived steps; their steps are among the parts. `unfinished` are steps without a manifest.
+    `without_checksums` are the paths of checkpoints that were only read and decoded; "." is the place itself.
     """
 
     path: str
@@ -155,10 +156,11 @@ class CheckResult:
     passed_over: int = 0
     archived: list[str] = dataclasses.field(default_factory=list)
     unfinished: list[str] = dataclasses.field(default_factory=list)
+    without_checksums: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """True if every requested byte was read and is as it was saved."""
+        """True if every requested byte was read, and no damage was found."""
         return not self.problems and not self.unsupported and not self.closed
 
 
@@ -211,7 +213,7 @@ def _check_all(
     for target, format in targets.formats.items():
         below = "" if target == place else posixpath.relpath(target, place)
         try:
-            nbytes = _check_one(store, target, format, below, done.problems, share, since, last)
+            nbytes = _check_one(store, target, format, below, done, share, since, last)
         except NotFoundError as error:
             if target == place:
                 raise
@@ -258,12 +260,12 @@ def _check_one(
     path: str,
     known: str | None,
     below: str,
-    found: list[Problem],
+    done: CheckResult,
     share: Share,
     since: float | None,
     last: list[Source],
 ) -> int | None:
-    """Adds the damage to `found` and returns about how many bytes were read, or None if the commit is before `since`.
+    """Adds the damage to `done` and returns about how many bytes were read, or None if the commit is before `since`.
 
     last: the open checkpoint before this one, which this one replaces there.
 
@@ -280,7 +282,7 @@ def _check_one(
         except ReplacedError:
             continue
         except CorruptError as error:
-            found.append(Problem(file, (), None, str(error)))
+            done.problems.append(Problem(file, (), None, str(error)))
             return 0
         except OSError as error:
             if isinstance(error, TreeringError):
@@ -306,8 +308,10 @@ def _check_one(
             unchecked_error = error
         # Missing files are no damage if the checkpoint was replaced while it was read: then it is read again.
         if not problems or format.name != "treering" or _is_current(store, path, reader.identity):
-            found.extend(problems)
+            done.problems.extend(problems)
             last[:] = [reader]
+            if not has_checksums(reader):
+                done.without_checksums.append(below or ".")
             if unchecked_error:
                 raise unchecked_error
             begin, end = share.of(reader.nbytes)

@@ -20,7 +20,7 @@ from .._run.open import open_checkpoint
 from .._save.pending import SaveReport
 from .._save.save import preview, save
 from .._save.target import FormatOptions, SaveOptions
-from ..errors import CorruptError, MismatchError, NotFoundError
+from ..errors import CorruptError, MismatchError, NotFoundError, TreeringError
 from ..formats.orbax.run import read_run_metadata, write_run_metadata
 from ..formats.orbax.schema import STEP
 from ..formats.treering import pins
@@ -109,13 +109,28 @@ def open_source(
     max_expansion: float,
 ) -> Checkpoint:
     """Opens the source of `convert`. Raises `ExistsError` if another process writes the run that `dst` belongs to."""
-    ckpt = open_checkpoint(src, step=step, format=source_format).at(at)
+    try:
+        ckpt = open_checkpoint(src, step=step, format=source_format)
+    except NotFoundError as error:
+        if _are_swapped(src, dst):
+            raise NotFoundError(f"{error}; the source comes first, and the target {dst} has a checkpoint") from None
+        raise
+    ckpt = ckpt.at(at)
     check_not_left_out(ckpt._source)
     expansion.check(ckpt._source, arrays_of(ckpt._source), ckpt.path, max_expansion)
     place = stores.absolute(dst)
     if (run := external_writes.enclosing_run(stores.get(place), place)) is not None:
         external_writes.check_no_writer(stores.get(place), run)
     return ckpt
+
+
+def _are_swapped(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> bool:
+    """Returns True if nothing is at the source, and a checkpoint is at the target."""
+    place = stores.absolute(src)
+    try:
+        return stores.get(place).stat(place) is None and open_checkpoint(dst) is not None
+    except (TreeringError, OSError):
+        return False
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Collection
 
 from .._core import printing
 from .._core.source import Problem
@@ -18,16 +19,19 @@ class VerifyReport:
     """The result of `verify`. `problems` name the file, the leaves and the 1 MiB block. `nbytes` bytes were read.
 
     `unfinished` are steps that were not checked, because they have no manifest: their save or copy is not complete.
+    `without_checksums` are checkpoints in formats whose checksums do not cover every byte: they were read and decoded,
+    but changed values may not show. "." is `path` itself.
     """
 
     path: str
     nbytes: int
     problems: tuple[Problem, ...]
     unfinished: tuple[str, ...] = ()
+    without_checksums: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """True if every byte is as it was saved."""
+        """True if no damage was found."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -35,9 +39,9 @@ class VerifyReport:
 
     def _repr_html_(self) -> str:
         found = [(problem.file, str(problem)) for problem in self.problems]
-        summary = "all good" if self.ok else count(len(found), "problem")
+        summary = good(self.without_checksums) if self.ok else count(len(found), "problem")
         unfinished = printing.listed("not checked", [(name, UNFINISHED) for name in self.unfinished])
-        line = printing.line(nbytes(self.nbytes), summary)
+        line = printing.line(nbytes(self.nbytes), summary, *unsummed(self.without_checksums))
         return printing.page(self.path, line, printing.listed("damage", found), unfinished)
 
     def __repr__(self) -> str:
@@ -45,12 +49,26 @@ class VerifyReport:
 
     def __str__(self) -> str:
         not_checked = [f"  not checked: {name}: {UNFINISHED}" for name in self.unfinished]
-        return "\n".join([self._head(), *(f"  {problem}" for problem in self.problems), *not_checked])
+        problems = [f"  {problem}" for problem in self.problems]
+        unsummed_ = [f"  {line}" for line in unsummed(self.without_checksums)]
+        return "\n".join([self._head(), *problems, *unsummed_, *not_checked])
 
     def _head(self) -> str:
-        found = f"{len(self.problems)} problems" if self.problems else "all good"
+        found = f"{len(self.problems)} problems" if self.problems else good(self.without_checksums)
         unfinished = f", {len(self.unfinished)} unfinished" if self.unfinished else ""
         return f"{self.path}: {self.nbytes} bytes, {found}{unfinished}"
+
+
+def good(without_checksums: Collection[str]) -> str:
+    """Returns what a check that found no damage says."""
+    return "no damage found" if without_checksums else "all good"
+
+
+def unsummed(without_checksums: Collection[str]) -> list[str]:
+    """Returns the line about checkpoints of which a check sees less, if there are any."""
+    which = "" if [*without_checksums] == ["."] else f"of {count(len(without_checksums), 'checkpoint')}, "
+    what = "only the structure was checked: the bytes were read, but the format has no checksums for all of them"
+    return [f"{which}{what}"] if without_checksums else []
 
 
 @hide_internal_frames
@@ -58,6 +76,8 @@ def verify(
     path: str | os.PathLike[str], *, subset: tuple[int, int] | None = None, format: str | None = None
 ) -> VerifyReport:
     """Checks every byte of a checkpoint, or of all steps of a run (of any library), against its checksum.
+
+    Formats without checksums are read and decoded; see `VerifyReport.without_checksums`.
 
     >>> assert tr.verify("runs/gpt").ok
 
@@ -71,7 +91,13 @@ def verify(
     `PermissionError` for those that this process may not read. The message says what damage was found.
     """
     checked = check(path, subset, format)
-    report = VerifyReport(checked.path, checked.nbytes, tuple(checked.problems), tuple(checked.unfinished))
+    report = VerifyReport(
+        checked.path,
+        checked.nbytes,
+        tuple(checked.problems),
+        tuple(checked.unfinished),
+        tuple(checked.without_checksums),
+    )
     unchecked = [*checked.unsupported, *checked.closed]
     if len(unchecked) == 1 and not checked.checkpoints and report.ok:
         raise unchecked[0]

@@ -15,6 +15,7 @@ from .._core.boxes import Box
 from .._core.entries import ArrayEntry, Entry, ValueEntry
 from .._core.skeleton import Skeleton
 from .._core.source import Problem, Share, Source
+from .._core.tracebacks import hide_internal_frames
 from ..errors import MismatchError, UnsupportedError
 from ..stores import file_io
 from ..stores.file_io import is_folder, opened
@@ -179,6 +180,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@hide_internal_frames
 def register(format: Format) -> None:
     """Adds a format of another package. It replaces a format of the same name.
 
@@ -212,6 +214,7 @@ def _register_installed() -> None:
             _log.warning("the format %r of %s is not available; loading it failed: %r", point.name, point.value, error)
 
 
+@hide_internal_frames
 def names() -> list[str]:
     """Returns the names of all formats: the shipped ones, the registered ones, and those of installed packages."""
     _register_installed()
@@ -226,6 +229,7 @@ def _all_formats() -> Iterator[Format]:
         yield get(name)
 
 
+@hide_internal_frames
 def get(name: str) -> Format:
     """Returns a format by name. Raises a `MismatchError` that lists the known names."""
     name = _ALIASES.get(name, name)

@@ -80,7 +80,7 @@ class Uploader:
         notify: Callable[[BaseException], None],
         timeout: float,
     ):
-        if bytes_per_second is not None and not bytes_per_second > 0:
+        if bytes_per_second is not None and not (isinstance(bytes_per_second, int | float) and bytes_per_second > 0):
             raise MismatchError(
                 f"upload_limit={bytes_per_second!r}: expected more than 0 bytes per second, or None for no limit"
             )

@@ -17,7 +17,7 @@ from ..._core.tracebacks import hide_internal_frames
 from ..._core.units import nbytes
 from ..._printable import safe
 from ..._version import __version__
-from ...errors import ExistsError, MismatchError
+from ...errors import ExistsError, MismatchError, SaveError, TreeringError
 from ...stores.file_io import opened
 from ...stores.store import Store
 from ..runs_folder import scan_runs_folder
@@ -105,7 +105,7 @@ def report(
     and size `nbytes`, the steps that were `read`, the `notes`, and the number of runs that are `left_out`.
 
     Raises `NotFoundError` if there is no run or no valid step, and `MismatchError` if `compare` names a step that is
-    not valid.
+    not valid. Raises `SaveError` if the page cannot be written.
     """
     places = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
     if not places:
@@ -130,8 +130,13 @@ def report(
         )
     text = page(found)
     data = text.encode()
-    with store.new_file(place, overwrite=True) as file:
-        file.write(data)
+    try:
+        with store.new_file(place, overwrite=True) as file:
+            file.write(data)
+    except OSError as error:
+        if isinstance(error, TreeringError):
+            raise
+        raise SaveError(f"{place}: the report cannot be written there: {error}; choose another place") from error
     return ReportPage(place, len(data), tuple(found["read"]), tuple(found["notes"]), found.get("leftOut", 0), text)
 
 

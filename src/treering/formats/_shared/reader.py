@@ -103,6 +103,7 @@ class ForeignReader:
     """
 
     expands = False  # True for a format that compresses arrays
+    has_checksums = False  # True if stored checksums cover every byte of the arrays
 
     positional = False
     ambiguous_dtypes: frozenset[str] = frozenset()

@@ -80,6 +80,7 @@ class KerasReader(ForeignReader):
         metadata: dict[str, Any] = {}
         for one in opened:
             metadata |= one.metadata
+        self.has_checksums = len(self._storages) == len(opened)
         super().__init__(
             "keras",
             path,

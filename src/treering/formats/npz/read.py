@@ -32,6 +32,7 @@ _UNPACK_BYTES = 1 << 20  # bytes of an array that are unpacked at a time
 class NpzReader(ForeignReader):
     """Reads an archive. `ambiguous_dtypes` lists arrays shown as uint8 whose dtype of one byte NumPy cannot name."""
 
+    has_checksums = True
     expands = True  # arrays may be compressed, and several members may share the same bytes
 
     def __init__(self, store: Store, path: str):

@@ -71,6 +71,8 @@ class _Bundle:
 class TensorFlowReader(ForeignReader):
     """Reads a checkpoint. Compares the checksum of an array once, when `verify` first reads a part of it."""
 
+    has_checksums = True
+
     def __init__(self, store: Store, path: str, index: str, step: int | None):
         self._bundle = _Bundle(store, index)
         self._parts: dict[str, list[IndexTensor]] = {}

@@ -60,6 +60,7 @@ class TorchLeaves:
         self.entries: list[Entry] = []
         self.arrays: dict[str, Stored] = {}
         self.checks: dict[str, Callable[[Box], None]] = {}
+        self.has_checksums = True
         self.left_out: list[str] = []
         self.skeleton: Skeleton = []
         self._where, self._room = where, _MAX_NODE_CHARACTERS
@@ -92,6 +93,7 @@ class TorchLeaves:
         elif isinstance(value, TorchTensor | Placed):
             self.entries.append(ArrayEntry(path, value.type, value.dtype, value.shape))
             self.arrays[path], self.checks[path] = value.stored, value.check
+            self.has_checksums &= not isinstance(value, TorchTensor) or value.storage.has_checksum
             self.left_out += [f"{path or '(root)'}.{name} (an attribute)" for name in value.attributes]
         else:
             self.entries.append(ValueEntry(path, *value))
@@ -202,7 +204,7 @@ class TorchReader(ForeignReader):
     expands = True  # several tensors may share bytes, and one may repeat them
 
     def __init__(self, format: str, path: str, leaves: TorchLeaves, *, nbytes: int, step: int | None = None):
-        self._checks = leaves.checks
+        self._checks, self.has_checksums = leaves.checks, leaves.has_checksums
         super().__init__(
             format,
             path,

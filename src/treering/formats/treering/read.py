@@ -47,6 +47,7 @@ class Reader:
     positional = False
     numbers_are_arrays = False
     records_kinds = True
+    has_checksums = True
     ambiguous_dtypes: frozenset[str] = frozenset()
 
     def __init__(self, store: Store, path: str, *, expected: int = 0):
