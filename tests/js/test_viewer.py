@@ -253,6 +253,7 @@ def test_statistics_are_those_of_numpy(run: pathlib.Path, served: Callable[..., 
     assert cells == [256, 192]
     corner = page.run("Array.from(document.querySelector('.heat').getContext('2d').getImageData(0, 0, 1, 1).data)")
     assert corner == [255, 0, 200, 255]  # where the NaN is
+    assert "blue below zero, red above" in page.texts(".panel .card:has(.heat) .legend")[0]
     page.run("document.querySelector('.heat').focus()")
     page.key("ArrowRight")
     assert page.texts(".panel .card header span[aria-live]")[0].startswith("[0…1, 2…3]")
