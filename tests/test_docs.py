@@ -20,7 +20,6 @@ FRONT = [
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 PAGES = [*FRONT, *DOCS, *RESULTS]
-POINTERS = [ROOT / "docs" / "design.md"]  # pages that only say where their contents have gone
 
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
 
@@ -133,7 +132,7 @@ def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
 def test_every_page_is_in_the_site_and_llms_txt() -> None:
     site, listed = (ROOT / "docs" / "index.md").read_text(), (ROOT / "docs" / "llms.txt").read_text()
     assert "\n../benchmarks/results/*\n" in site
-    for page in {*FRONT, *DOCS} - {ROOT / "README.md", ROOT / "docs" / "index.md", *POINTERS}:
+    for page in {*FRONT, *DOCS} - {ROOT / "README.md", ROOT / "docs" / "index.md"}:
         place = page.relative_to(ROOT).with_suffix("")
         entry = place.relative_to("docs") if page in DOCS else pathlib.Path("..", place)
         assert re.search(rf"^{entry.as_posix()}$", site, re.MULTILINE), place

@@ -228,15 +228,30 @@ def test_the_page_works_in_a_browser(run: pathlib.Path, treering: Any, tmp_path:
         found = page.run(f"(() => {{{DRIVER}}})()")
         look(page)
     assert browser.errors == []
-    assert found["charts"] == ["loss", "<b>", "constructor", "size", "time between steps"]
+    assert found["charts"] == ["loss", "<b>", "constructor", "size", "time between saves"]
     assert found["readouts"][:3] == ["step 80: nan", "", "step 80: 1"]  # The newest values, finite or not.
     assert len(found["paths"]) == 8 and found["filtered"] == [f"layers/{n}/b" for n in range(3)]
-    assert found["detail"][:2] == ["norm", "mean ± deviation"] and found["bars"] > 0 and found["closed"] == 0
+    assert found["detail"][:2] == ["norm", "mean ± std"] and found["bars"] > 0 and found["closed"] == 0
     assert found["sorted"][0].startswith("layers/") and found["sorted"][0].endswith("/w")
     before, inside, crumbs = found["map"]
     assert inside < before == found["back"] and crumbs == ["all", "layers"]
     assert found["compared"][3] == "300 %" and re.match("Leaves: [0-9]+ equal, ", found["summary"][0])
     assert "hacked" not in found["title"]
+
+
+@pytest.mark.skipif(chromium.BROWSER is None, reason=chromium.MISSING)
+def test_an_empty_section_says_why(run: pathlib.Path, treering: Any, tmp_path: pathlib.Path) -> None:
+    with tr.Checkpointer(tmp_path / "bare" / "run") as ckpts:
+        ckpts.save(1, {"w": np.ones(3)})
+    _report(treering, tmp_path / "bare" / "run", "--steps", 0)
+    _report(treering, run)
+    with chromium.browser(tmp_path) as browser:
+        page = browser.page(f"file://{tmp_path / 'bare' / 'report.html'}")
+        assert page.texts("#no-leaves") == ["No statistics: --steps N computes them for N steps."]
+        assert page.texts("#no-metrics")[0].startswith("No step has a metric.")
+        full = browser.page(f"file://{tmp_path / 'report.html'}")
+        assert not full.texts("#no-leaves") and not full.texts("#no-metrics")
+    assert browser.errors == []
 
 
 def test_runs_of_a_directory_are_one_report(run: pathlib.Path, treering: Any, tmp_path: pathlib.Path) -> None:

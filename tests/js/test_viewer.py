@@ -145,6 +145,9 @@ def test_a_comparison_appears_where_it_was_asked_for(
     top = page.run("document.getElementById('comparison').getBoundingClientRect().top")
     assert 0 <= top < 400
     cells = page.run("Array.from(document.querySelectorAll('#diff tbody tr'), (r) => r.textContent)")
+    # Reading again begins at once: until it ends, its progress is on the page.
+    again = "(() => { document.getElementById('read-values').click(); return [bar.hidden, bar.value === bar.max]; })()"
+    assert page.run(f"bar = document.querySelector('#comparison progress'), {again}") == [False, True]
     assert cells == ["stepdiffersint 300 → int 100100 %", "wdiffersfloat32[300,400]100 %946.4"]
     look(page)
     page.click("#tree .node")
@@ -243,13 +246,14 @@ def test_statistics_are_those_of_numpy(run: pathlib.Path, served: Callable[..., 
     finite = w[np.isfinite(w)].astype("float64")
     assert found["NaN"].startswith("1 (") and found["infinite"].startswith("1 (") and found["zeros"].startswith("1 (")
     expected = [finite.min(), finite.max(), finite.mean(), finite.std()]
-    names = ("minimum", "maximum", "mean", "deviation")
+    names = ("minimum", "maximum", "mean", "std")
     np.testing.assert_allclose([float(found[name]) for name in names], expected, rtol=1e-3)
     assert len(page.run("Array.from(document.querySelectorAll('.histogram rect'))")) > 20
     cells = page.run("[document.querySelector('.heat').width, document.querySelector('.heat').height]")
     assert cells == [256, 192]
     corner = page.run("Array.from(document.querySelector('.heat').getContext('2d').getImageData(0, 0, 1, 1).data)")
     assert corner == [255, 0, 200, 255]  # where the NaN is
+    assert "blue below zero, red above" in page.texts(".panel .card:has(.heat) .legend")[0]
     page.run("document.querySelector('.heat').focus()")
     page.key("ArrowRight")
     assert page.texts(".panel .card header span[aria-live]")[0].startswith("[0…1, 2…3]")

@@ -26,8 +26,11 @@ export function runsView(runs, choose) {
   ];
   const cards = names.map((name) => charts(printable(name), curves.map((run) => ({ name: printable(run.name), points: metricPoints(run.rows, name) }))));
   return [el("p", { id: "run-status" }, counted(runs.length, "run")), table(columns, shown, { name: "runs" }).node,
-    ...(cards.length ? [el("h3", {}, "Metrics"), legend(curves.map((run) => printable(run.name))), el("div", { class: "cards", id: "metrics" }, cards)] : [])];
+    ...(cards.length ? [el("h3", {}, "Metrics"), legend(curves.map((run) => printable(run.name))), el("div", { class: "cards", id: "metrics" }, cards)] : curves.length ? [noMetrics()] : [])];
 }
+
+/** Says where metrics come from, on a page that would have their curves. */
+export const noMetrics = () => el("p", { class: "faint", id: "no-metrics" }, "No step has a metric. save(…, metrics={\"loss\": loss}) records them, and the page draws their curves.");
 
 /** The names of the metrics of some steps. */
 export const metricNames = (rows) => [...new Set(rows.flatMap((row) => Object.keys(row.metrics)))];

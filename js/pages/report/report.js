@@ -4,7 +4,7 @@ import { chart, spark, WIDTH } from "../parts/chart.js";
 import { el, svg } from "../parts/elements.js";
 import { matches } from "../parts/filter.js";
 import { bytes, duration, finite, number, percent, when } from "../parts/numbers.js";
-import { metric, metricNames, runsView } from "../parts/runs.js";
+import { metric, metricNames, noMetrics, runsView } from "../parts/runs.js";
 import { table } from "../parts/table.js";
 import { treemap } from "../parts/treemap.js";
 
@@ -20,7 +20,7 @@ function title() {
   const good = data.steps.filter((row) => row.state === "good");
   const times = good.map((row) => row.created).filter(finite);
   const plural = (count, one, more) => `${count.toLocaleString("en")} ${count === 1 ? one : more}`;
-  const parts = [plural(good.length, "good step", "good steps"), ...STATES.filter((state) => data.steps.some((row) => row.state === state))
+  const parts = [plural(good.length, "valid step", "valid steps"), ...STATES.filter((state) => data.steps.some((row) => row.state === state))
     .map((state) => `${data.steps.filter((row) => row.state === state).length} ${state}`), bytes(data.steps.reduce((sum, row) => sum + (row.nbytes || 0), 0))];
   if (times.length > 1) parts.push(`over ${duration(Math.max(...times) - Math.min(...times))}`);
   if (data.finished) parts.push("finished");
@@ -40,7 +40,7 @@ function timeline() {
   charts.push(chart("size", good.map((row) => [row.step, row.nbytes]), { format: bytes, zero: true }));
   const gaps = good.slice(1).map((row, n) => [row.step, row.created - good[n].created])
     .filter((p, n) => good[n].created && good[n + 1].created);
-  if (gaps.length) charts.push(chart("time between steps", gaps, { format: duration, zero: true }));
+  if (gaps.length) charts.push(chart("time between saves", gaps, { format: duration, zero: true }));
   const columns = [
     { title: "step", value: (row) => row.step, cell: (row) => String(row.step) },
     { title: "saved", value: (row) => row.created, cell: (row) => when(row.created) },
@@ -51,7 +51,7 @@ function timeline() {
       cell: (row) => [...(row.state === "good" ? [] : [row.state]), ...(row.format === "treering" ? [] : [row.format]),
         ...row.marks].join(", ") },
   ];
-  return [el("h2", {}, "Timeline"), el("div", { class: "cards", id: "timeline" }, charts),
+  return [el("h2", {}, "Timeline"), ...(names.length ? [] : [noMetrics()]), el("div", { class: "cards", id: "timeline" }, charts),
     el("details", {}, el("summary", {}, "The steps as a table"), table(columns, data.steps, { name: "steps" }).node)];
 }
 
@@ -96,8 +96,8 @@ const zip = (values) => values.map((value, n) => [data.read[n], value]);
 function detail(leaf) {
   const around = leaf.mean.map((mean, n) => (finite(mean) ? [mean - leaf.std[n], mean + leaf.std[n]] : [null, null]));
   const range = leaf.low.map((low, n) => [low, leaf.high[n]]);
-  const cards = [chart("norm", zip(leaf.norm)), chart("mean ± deviation", zip(leaf.mean), { band: around }),
-    chart("deviation, and the range", zip(leaf.std), { band: range }), histograms(leaf)];
+  const cards = [chart("norm", zip(leaf.norm)), chart("mean ± std", zip(leaf.mean), { band: around }),
+    chart("std, with the range of the values", zip(leaf.std), { band: range }), histograms(leaf)];
   for (const [name, words] of [["nan", "NaN"], ["inf", "infinite values"], ["zeros", "zeros"]])
     if (leaf[name]) cards.push(chart(words, zip(leaf[name])));
   return el("div", { class: "cards" }, cards);
@@ -106,16 +106,17 @@ function detail(leaf) {
 const path = { title: "leaf", value: (leaf) => leaf.path, class: () => "path", cell: (leaf) => leaf.path || "(root)" };
 
 function leaves() {
-  if (!data.leaves.length) return [];
+  if (!data.leaves.length) return [el("h2", {}, "The leaves over time"), el("p", { id: "no-leaves" }, data.read.length
+    ? "These steps have no arrays with statistics." : "No statistics: --steps N computes them for N steps.")];
   const odd = (leaf) => ["nan", "inf"].reduce((sum, name) => sum + ((leaf[name] && last(leaf[name])) || 0), 0);
   const ever = (leaf) => Boolean(leaf.nan || leaf.inf);
   const columns = [path,
-    { title: "what", value: (leaf) => leaf.what, cell: (leaf) => leaf.what + (last(leaf.there) ? "" : ", not in the last") },
+    { title: "type", value: (leaf) => leaf.what, cell: (leaf) => leaf.what + (last(leaf.there) ? "" : ", not in the last step") },
     { title: "size", value: (leaf) => leaf.nbytes, cell: (leaf) => bytes(leaf.nbytes) },
     { title: "norm over steps", value: (leaf) => last(leaf.norm), cell: (leaf) => spark(zip(leaf.norm)) },
     { title: "norm", value: (leaf) => last(leaf.norm), cell: (leaf) => number(last(leaf.norm)) },
     { title: "mean", value: (leaf) => last(leaf.mean), cell: (leaf) => number(last(leaf.mean)) },
-    { title: "deviation", value: (leaf) => last(leaf.std), cell: (leaf) => number(last(leaf.std)) },
+    { title: "std", value: (leaf) => last(leaf.std), cell: (leaf) => number(last(leaf.std)) },
     { title: "zeros", value: (leaf) => (leaf.zeros ? last(leaf.zeros) : 0), cell: (leaf) => (leaf.zeros && last(leaf.zeros) !== null ? percent(last(leaf.zeros) / leaf.size) : "") },
     { title: "NaN, infinite", value: odd, class: (leaf) => (ever(leaf) ? "bad" : ""), cell: (leaf) => (odd(leaf) ? number(odd(leaf)) : ever(leaf) ? "earlier" : "") },
   ];
@@ -130,7 +131,7 @@ function leaves() {
     } });
   tell(data.leaves);
   const read = data.read.length === 1 ? `step ${data.read[0]}` : `${data.read.length} steps, ${data.read[0]} to ${data.read[data.read.length - 1]}`;
-  return [el("h2", {}, "The leaves over time"), el("p", {}, `Read at ${read}; numbers are those of the last. A click on a leaf shows its curves and histograms.`),
+  return [el("h2", {}, "The leaves over time"), el("p", {}, `Read at ${read}; numbers are those of the last step and of finite values. The norm is the root of the sum of squares. A click on a leaf shows its curves and histograms.`),
     el("div", { class: "controls" }, filter, count), shown.node];
 }
 
@@ -153,21 +154,22 @@ function comparison() {
       { title: "norm after", value: (leaf) => leaf.norm[b.value], cell: (leaf) => number(leaf.norm[b.value]) },
       { title: "change of the norm", value: (leaf) => (relative(leaf) === null ? null : Math.abs(relative(leaf))), cell: (leaf) => percent(relative(leaf)) },
       { title: "change of the mean", value: (leaf) => change(leaf, "mean"), cell: (leaf) => number(change(leaf, "mean")) },
-      { title: "change of the deviation", value: (leaf) => change(leaf, "std"), cell: (leaf) => number(change(leaf, "std")) },
+      { title: "change of std", value: (leaf) => change(leaf, "std"), cell: (leaf) => number(change(leaf, "std")) },
     ];
     const shown = table(columns, data.leaves, { name: "compared", sort: 3, down: true });
     for (const select of [a, b]) select.addEventListener("change", () => shown.show(data.leaves));
-    parts.push(el("div", { class: "controls" }, "steps", a, "and", b), shown.node);
+    parts.push(el("p", {}, "What changed in the statistics. Equal statistics do not mean equal values."),
+      el("div", { class: "controls" }, "steps", a, "and", b), shown.node);
   }
   const found = data.diff;
   if (found) {
     const kinds = new Map(data.leaves.map((leaf) => [leaf.path, leaf.what]));
     const what = (row) => (row.share === undefined ? row.what : kinds.get(row.path) ?? row.what); // The other columns have the rest.
     const columns = [path,
-      { title: "what", value: what, class: () => "path", cell: what },
+      { title: "type", value: what, class: () => "path", cell: what },
       { title: "values that differ", value: (row) => (row.share === undefined ? null : row.share), cell: (row) => percent(row.share) },
-      { title: "largest", value: (row) => row.largest ?? null, cell: (row) => number(row.largest) },
-      { title: "relative", value: (row) => row.relative ?? null, cell: (row) => number(row.relative) },
+      { title: "largest difference", value: (row) => row.largest ?? null, cell: (row) => number(row.largest) },
+      { title: "relative difference", value: (row) => row.relative ?? null, cell: (row) => number(row.relative) },
       { title: "cosine", value: (row) => row.cosine ?? null, cell: (row) => cosine(row.cosine) },
     ];
     parts.push(el("h2", {}, `Value by value: step ${found.a} and step ${found.b}`),
@@ -176,11 +178,13 @@ function comparison() {
           .map(([side, step]) => `${found[side].length} only in ${step}`)].join(", ") + "."),
       ...[["onlyA", found.a], ["onlyB", found.b]].filter(([side]) => found[side].length).map(([side, step]) =>
         el("details", {}, el("summary", {}, `only in ${step}`), found[side].slice(0, MAX_LISTED).map((one) => el("p", { class: "path" }, one)))));
-    if (found.changed.length) parts.push(table(columns, found.changed, { name: "changed", sort: 4, down: true }).node);
+    if (found.changed.length) parts.push(el("p", {}, "The relative difference is the largest difference divided by the largest magnitude. "
+      + "A cosine of 1 means the same direction."), table(columns, found.changed, { name: "changed", sort: 4, down: true }).node);
   }
   return parts.length ? [el("h2", {}, "Two steps compared"), ...parts] : [];
 }
 
-if (data.runs) root.append(...runsTitle(), ...runsView(data.runs, null));
+if (data.runs) root.append(...runsTitle(), ...runsView(data.runs, null),
+  el("p", { class: "faint", id: "only-metrics" }, "A report of one run also has its tree and the statistics of its arrays."));
 else root.append(...title(), ...timeline(), ...sizes(), ...leaves(), ...comparison());
 placed.forEach((draw) => draw());

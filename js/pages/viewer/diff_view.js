@@ -28,7 +28,7 @@ export function diffView(a, b, close) {
   const columns = [
     { title: "leaf", value: (row) => row.path, class: () => "path", cell: (row) => printable(row.path) || "(root)" },
     { title: "state", value: state, class: (row) => (row.error ? "bad wrap" : ""), cell: state },
-    { title: "what", value: what, class: () => "wrap", cell: what },
+    { title: "type", value: what, class: () => "wrap", cell: what },
     { title: "values that differ", value: (row) => share(row), cell: (row) => percent(share(row)) },
     { title: "largest difference", value: (row) => row.found?.largest ?? null, cell: (row) => number(row.found?.largest) },
   ];
@@ -44,16 +44,16 @@ export function diffView(a, b, close) {
     const left = comparable.filter((row) => !row.found && !row.error).length;
     if (left) parts.push(`${left.toLocaleString("en")} not read`);
     if (rows.some((row) => row.error)) parts.push(`${count((row) => row.error)} that cannot be read`);
-    summary.textContent = `${parts.filter((part) => !part.startsWith("0 ")).join(", ")}.`;
+    summary.textContent = `${parts.filter((part) => !part.startsWith("0 ")).join(", ") || "Neither has a leaf"}.`;
     shown.show(hidden ? rows.filter((row) => !row.found || row.found.differing) : rows);
   }
 
   async function compare() {
     [reading, stop] = [true, false];
     button.textContent = "Stop";
-    progress.hidden = true;
-    progress.value = 0;
     const left = comparable.filter((row) => !row.found);
+    progress.hidden = false;
+    progress.value = total - left.reduce((sum, row) => sum + row.a.nbytes, 0);
     let drawn = performance.now();
     // Small leaves cost a request each, so several are read at a time.
     await Promise.all(Array.from({ length: AT_ONCE }, async () => {

@@ -44,9 +44,10 @@ export function heatMap(heat, low, high) {
   });
   const isSampled = heat.rows * heat.columns < heat.matrixRows * heat.matrixColumns;
   const range = finite.length ? `${isSampled ? "means of cells " : ""}${number(least)} to ${number(most)}` : "no finite value";
+  const colours = least < 0 && most > 0 ? ", blue below zero, red above" : "";
   const odd = heat.odd.some(Boolean) ? el("span", {}, el("i", { style: `background:rgb(${ODD})` }), "NaN or infinite") : null;
   return el("div", { class: "card" }, el("header", {}, el("b", {}, "heat map"), readout), canvas,
-    el("div", { class: "legend" }, el("span", {}, `${heat.matrixRows} × ${heat.matrixColumns}, ${range}`), odd));
+    el("div", { class: "legend" }, el("span", {}, `${heat.matrixRows} × ${heat.matrixColumns}, ${range}${colours}`), odd));
 }
 
 function colour(mean, isOdd, least, most) {

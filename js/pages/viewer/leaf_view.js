@@ -41,7 +41,7 @@ async function run(leaf, result) {
 /** @param {Survey} survey @param {import("./contents.js").Leaf} leaf */
 function surveyed(survey, leaf) {
   const rows = [["minimum", survey.finite ? number(survey.low) : "–"], ["maximum", survey.finite ? number(survey.high) : "–"],
-    ["mean", number(survey.mean) || "–"], ["deviation", number(survey.deviation) || "–"],
+    ["mean", number(survey.mean) || "–"], ["std", number(survey.deviation) || "–"],
     ["zeros", counted(survey.zeros, survey.read)], ["NaN", counted(survey.nan, survey.read)], ["infinite", counted(survey.infinite, survey.read)]];
   const isOdd = (name) => (name === "NaN" && survey.nan) || (name === "infinite" && survey.infinite);
   const parts = [el("dl", { class: "stats" }, rows.flatMap(([name, text]) => [el("dt", {}, name), el("dd", { class: isOdd(name) ? "bad" : "" }, text)]))];

@@ -3,7 +3,7 @@
 import { chart } from "../parts/chart.js";
 import { el, printable } from "../parts/elements.js";
 import { bytes, counted, duration, number, when } from "../parts/numbers.js";
-import { metric, metricNames, metricPoints } from "../parts/runs.js";
+import { metric, metricNames, metricPoints, noMetrics } from "../parts/runs.js";
 import { table } from "../parts/table.js";
 
 const DRAW_EVERY = 20; // A run may have thousands of steps: the curves grow while they are read.
@@ -43,9 +43,9 @@ export function runView() {
     const sorted = [...rows].sort((a, b) => a.step - b.step);
     const names = metricNames(sorted);
     const gaps = sorted.slice(1).map((row, n) => [row.step, row.created - sorted[n].created]);
-    charts.replaceChildren(...names.map((name) => chart(printable(name), metricPoints(sorted, name))),
+    charts.replaceChildren(...(names.length || read < all || !sorted.length ? [] : [noMetrics()]), ...names.map((name) => chart(printable(name), metricPoints(sorted, name))),
       ...(sorted.length ? [chart("size", sorted.map((row) => [row.step, row.nbytes]), { format: bytes, zero: true })] : []),
-      ...(gaps.length ? [chart("time between steps", gaps, { format: duration, zero: true })] : []));
+      ...(gaps.length ? [chart("time between saves", gaps, { format: duration, zero: true })] : []));
     const columns = [{ title: "step", value: (row) => row.step, cell: (row) => String(row.step) },
       { title: "saved", value: (row) => row.created, cell: (row) => when(row.created) },
       { title: "size", value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
