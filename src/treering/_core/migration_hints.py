@@ -229,9 +229,12 @@ def _parameters(function: Callable[..., object]) -> str:
 
 
 def _are_swapped(given: Sequence[object]) -> bool:
-    """Returns True if the first argument can be neither a path nor a step, but the second can."""
+    """Returns True if the first argument is a tree, neither a path nor a step, but the second can be one of these.
+
+    An empty or wrong path, `None` or bytes, is no tree: it keeps its own error.
+    """
     places = [isinstance(one, str | os.PathLike | numbers.Integral) for one in given[:2]]
-    return places == [False, True]
+    return places == [False, True] and not isinstance(given[0], bytes | None)
 
 
 def _is_of_orbax(kind: type) -> bool:
