@@ -9,10 +9,10 @@ saved or restored, the newest committed step, a pinned step, or a step that a li
 import dataclasses
 import datetime
 import math
-import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
+from ._core.entries import check_count
 from ._core.tracebacks import hide_internal_frames
 from .errors import MismatchError
 
@@ -73,7 +73,7 @@ def last(n: int | datetime.timedelta) -> Policy:
     """Keeps the `n` newest steps, or with a `timedelta` those saved within that time before the newest."""
     if isinstance(n, datetime.timedelta):
         return Policy((_LastSeconds(_check_seconds("last", n)),))
-    return Policy((_Last(_check_count("last", n)),))
+    return Policy((_Last(check_count("keep.last", n)),))
 
 
 def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal["keep", "drop"] = "keep") -> Policy:
@@ -88,7 +88,7 @@ def best(n: int, metric: str, mode: Literal["min", "max"], *, unscored: Literal[
         raise MismatchError(f"keep.best: expected the name of a metric, found {metric!r}{order}")
     if unscored not in ("keep", "drop"):
         raise MismatchError(f"keep.best: expected unscored='keep' or 'drop', found {unscored!r}")
-    return Policy((_Best(_check_count("best", n), metric, mode, unscored),))
+    return Policy((_Best(check_count("keep.best", n), metric, mode, unscored),))
 
 
 def every(interval: int | datetime.timedelta) -> Policy:
@@ -100,7 +100,7 @@ def every(interval: int | datetime.timedelta) -> Policy:
     """
     if isinstance(interval, datetime.timedelta):
         return Policy((_EverySeconds(_check_seconds("every", interval)),))
-    return Policy((_Every(_check_count("every", interval)),))
+    return Policy((_Every(check_count("keep.every", interval)),))
 
 
 def steps(*numbers: int) -> Policy:
@@ -108,7 +108,7 @@ def steps(*numbers: int) -> Policy:
     # A scalar of JAX has the methods of an iterable, too.
     if len(numbers) == 1 and isinstance(numbers[0], Iterable) and getattr(numbers[0], "ndim", 1):
         raise MismatchError(f"keep.steps: expected integers, found {numbers[0]!r:.100}; write keep.steps(*numbers)")
-    return Policy((_Steps(frozenset(_check_count("steps", number, minimum=0) for number in numbers)),))
+    return Policy((_Steps(frozenset(check_count("keep.steps", number, minimum=0) for number in numbers)),))
 
 
 def size(nbytes: int) -> Policy:
@@ -116,7 +116,7 @@ def size(nbytes: int) -> Policy:
 
     The size of a step is that of its files on all hosts. A file that steps share counts once, in the newest of them.
     """
-    return Policy((_Size(_check_count("size", nbytes)),))
+    return Policy((_Size(check_count("keep.size", nbytes)),))
 
 
 def total_sizes(saved: Iterable[Saved]) -> Iterator[int]:
@@ -217,17 +217,6 @@ class _Size:
     def kept(self, saved: Sequence[Saved]) -> set[int]:
         fitting = sum(total <= self.nbytes for total in total_sizes(saved[::-1]))
         return {one.step for one in saved[-max(fitting, 1) :]}
-
-
-def _check_count(name: str, n: int, *, minimum: int = 1) -> int:
-    try:
-        number = minimum - 1 if isinstance(n, bool) else operator.index(n)
-    except TypeError:
-        number = minimum - 1
-    if number < minimum:
-        meant = f"; write {int(n)}" if isinstance(n, float) and n.is_integer() and n >= minimum else ""
-        raise MismatchError(f"keep.{name}: expected an integer from {minimum}, found {n!r}{meant}")
-    return number
 
 
 def _check_seconds(name: str, interval: datetime.timedelta) -> float:

@@ -521,6 +521,8 @@ def test_python_has_the_statistics_of_the_command(tmp_path: pathlib.Path, treeri
     assert tr.stats(ckpt.at("n")).leaves == {"w": found.leaves["n/w"]}
     one = tr.stats(ckpt["a"], bins=2).leaves["a"]
     assert one.histogram == (1, 1) and one.quantiles[0.5] == 2 and one.mean == found.leaves["a"].mean
+    with pytest.raises(MismatchError, match="bins: expected an integer from 0, found -1"):
+        tr.stats(ckpt["a"], bins=-1)
     tr.save(tmp_path / "texts", {"t": np.array(["a", "b"])})
     with pytest.raises(MismatchError, match="expected an array of numbers, found"):
         tr.stats(tr.open(tmp_path / "texts")["t"])

@@ -150,6 +150,16 @@ def test_python_writes_the_page_of_the_command(run: pathlib.Path, treering: Any)
     assert asked["path"] == found.path == str(page) and asked["nbytes"] == page.stat().st_size
     assert abs(found.nbytes - asked["nbytes"]) < 20  # The page says when it was made.
     assert found.notes == () and 'sandbox="allow-scripts"' in found._repr_html_() and str(page) in repr(found)
+    leaves = _Data(page.read_text("utf-8")).data["leaves"]
+    tr.report(run, output=page, steps=2, leaves="layers/*/b")
+    assert _Data(page.read_text("utf-8")).data["leaves"] == leaves
+    for wrong, words in (
+        ({"leaves": 3}, "a glob or a list of them, found 3"),
+        ({"steps": "x"}, "steps: expected an integer from 0, found 'x'"),
+        ({"max_expansion": "x"}, "expected a number from 1"),
+    ):
+        with pytest.raises(MismatchError, match=words):
+            tr.report(run, output=page, **wrong)  # type: ignore[arg-type]
     runs = [run, shutil.copytree(run, run.parent / "other")]
     assert tr.report(runs, output=page).left_out == 0
     for wrong in ({"leaves": ["new"]}, {"compare": (10, 30)}):

@@ -330,7 +330,7 @@ def test_later_array_file_hides_no_damage_of_others(tmp_path: pathlib.Path) -> N
     for path in (tmp_path, tmp_path / "step-1"):
         with refused() as raised:
             tr.verify(path)
-        assert "1 problems" in str(raised.value) and metrics.name in str(raised.value)
+        assert ", 1 problem\n" in str(raised.value) and metrics.name in str(raised.value)
 
 
 @pytest.mark.long

@@ -153,7 +153,7 @@ def _print_result(checked: "CheckResult", part: tuple[int, int] | None) -> None:
     which = "" if part is None else f", part {part[0]} of {part[1]}"
     say(f"{safe(checked.path)}: {nbytes(checked.nbytes)}{which}, {_result_text(checked)}")
     for problem in checked.problems:
-        what = problem.what.replace(f"{checked.path}/", "").removeprefix(f"{problem.file}: ")
+        what = problem.what.replace(f"{checked.path}/", "")
         say(f"  {safe(problem._replace(what=what))}")
     for error in (*checked.unsupported, *checked.closed):
         what, listed, _ = str(error).replace(f"{checked.path}/", "").partition(":\n")  # reasons, one for each format

@@ -223,6 +223,18 @@ def step_number(step: Any) -> int:
     return number
 
 
+def check_count(name: str, n: Any, *, minimum: int = 1) -> int:
+    """Returns the value of the argument `name` as an int. Raises `MismatchError` unless it is at least `minimum`."""
+    try:
+        number = minimum - 1 if isinstance(n, bool) else operator.index(n)
+    except TypeError:
+        number = minimum - 1
+    if number < minimum:
+        meant = f"; write {int(n)}" if isinstance(n, float) and n.is_integer() and n >= minimum else ""
+        raise MismatchError(f"{name}: expected an integer from {minimum}, found {n!r}{meant}")
+    return number
+
+
 def lost_entry(path: str, *why: str, tree: bool = False) -> LostEntry:
     """Returns the entry of a leaf that cannot be read, or with `tree` of all leaves at and below its path."""
     return LostEntry(path, "numpy", "uint8", (), "", why, tree)

@@ -149,10 +149,13 @@ class Globs(tuple[str, ...]):
 
 
 def globs_of(globs: str | Iterable[str]) -> Globs:
-    """Returns one or several globs for many comparisons."""
+    """Returns one or several globs for many comparisons. Raises `MismatchError` for anything but text."""
     if isinstance(globs, Globs):
         return globs
-    return Globs((globs,) if isinstance(globs, str) else globs)
+    given = [globs] if isinstance(globs, str) else list(globs) if isinstance(globs, Iterable) else [globs]
+    if not all(isinstance(one, str) for one in given):
+        raise MismatchError(f"expected a glob or a list of them, found {globs!r:.100}")
+    return Globs(given)
 
 
 def matches(path: str, glob: str) -> bool:

@@ -36,7 +36,8 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         place = safe(self.file) if self.block is None else f"{safe(self.file)}, block {self.block}"
-        return f"{place}: {safe_lines(self.what)}" + (f" (leaves: {join_names(self.leaves)})" if self.leaves else "")
+        what = safe_lines(self.what.removeprefix(f"{self.file}: "))  # Messages of errors begin with the path.
+        return f"{place}: {what}" + (f" (leaves: {join_names(self.leaves)})" if self.leaves else "")
 
 
 class Share(NamedTuple):

@@ -15,7 +15,7 @@ from .._core import dtypes, expansion, migration_hints
 from .._core import skeleton as _skeleton
 from .._core.entries import Entry, LostEntry, ValueEntry, check_readable, glob_fits, is_unreadable_tree
 from .._core.lazy import LazyArray
-from .._core.leaf_paths import Globs, closest, find_globs, find_path, glob_hint, join_names, relative_to
+from .._core.leaf_paths import Globs, closest, find_globs, find_path, glob_hint, globs_of, join_names, relative_to
 from .._core.source import Source, check_not_left_out, full_source, subtree_of, subtree_path
 from .._core.tracebacks import hide_internal_frames_of_methods
 from ..errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
@@ -213,9 +213,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
 
         Raises `NotFoundError` if no leaf matches, and `MismatchError` if `glob` is neither text nor a list of it.
         """
-        given = [glob] if isinstance(glob, str) else list(glob) if isinstance(glob, Iterable) else [glob]
-        if not all(isinstance(one, str) for one in given):
-            raise MismatchError(f"select: expected a glob or a list of them, found {glob!r:.100}")
+        given = globs_of(glob)
         globs = find_globs(given, self._source.entries)
         entries = {path: entry for path, entry in self._source.entries.items() if glob_fits(path, entry, globs)}
         idle = [

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._core import dtypes
 from .._core.entries import Entry, glob_covers
-from .._core.leaf_paths import find_globs, globs_of
+from .._core.leaf_paths import Globs, find_globs, globs_of
 from .._core.quantized import Member
 from ..errors import MismatchError
 
@@ -29,7 +29,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, value, keyword in (("missing", self.missing, "template"), ("extra", self.extra, "ignore")):
-            globs = globs_of(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+            globs = Globs(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
             if value not in ("error", keyword) if globs is None else not all(isinstance(glob, str) for glob in globs):
                 such = f", such as [{value!r}]" if isinstance(value, str) else ""
                 raise MismatchError(

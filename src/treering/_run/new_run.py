@@ -1,9 +1,10 @@
 """A directory without steps: checks that a run may begin in it, and finds similar runs in case the path is wrong."""
 
+import itertools
 import logging
 import posixpath
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from .. import formats
 from .._core.leaf_paths import closest, join_names
@@ -142,25 +143,24 @@ def runs_below(store: Store, root: str, levels: int = 1) -> str:
     """
     folders = [root]
     for _ in range(levels):
-        inner = [path for folder in folders for path in _folders_in(store, folder, may_fail=folder == root)]
-        folders = inner[:_MAX_SEARCHED_FOLDERS]
-        if len(inner) > len(folders):
-            _log.info("%s: only %d of %d directories were searched for runs", root, len(folders), len(inner))
+        inner = (path for folder in folders for path in _folders_in(store, folder, may_fail=folder == root))
+        folders = list(itertools.islice(inner, _MAX_SEARCHED_FOLDERS))
+        if next(inner, None) is not None:
+            _log.info("%s: only the first %d directories were searched for runs", root, len(folders))
         if found := tuple(run for path in folders for run in _describe_run(store, path)):
             return join_names(found)
     return ""
 
 
-def _folders_in(store: Store, folder: str, *, may_fail: bool) -> list[str]:
-    """Returns the folders that may be runs. A folder that this process may not read has none, unless `may_fail`."""
+def _folders_in(store: Store, folder: str, *, may_fail: bool) -> Iterator[str]:
+    """Yields the folders that may be runs. A folder that this process may not read has none, unless `may_fail`."""
     try:
         names = [name for name in store.list(folder) if run_layout.ARCHIVE_NAME.fullmatch(name) is None]
-        return [path for name in names if is_folder(store, path := posixpath.join(folder, name), links=True)]
+        yield from (path for name in names if is_folder(store, path := posixpath.join(folder, name), links=True))
     except OSError as error:
         if may_fail:
             raise
         _log.info("%s: not searched for runs: %s", folder, error)
-        return []
 
 
 def _checkpoints_within(store: Store, root: str) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from .._core import dtypes, expansion, printing
 from .._core.boxes import full_box, slice_boxes
 from .._core.describe import describe_entry
-from .._core.entries import StatesEntry
+from .._core.entries import StatesEntry, check_count
 from .._core.lazy import LazyArray, read_ahead
 from .._core.source import complete_arrays
 from .._core.tracebacks import hide_internal_frames
@@ -117,6 +117,7 @@ def stats(source: "str | os.PathLike[str] | Checkpoint | LazyArray", *, bins: in
     counted; the other numbers are those of the finite values. Arrays are read in slices. Raises `MismatchError` for an
     array without numbers.
     """
+    bins = check_count("bins", bins, minimum=0)
     if isinstance(source, LazyArray):
         entry = source.entry
         if not has_stats(source):

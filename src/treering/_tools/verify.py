@@ -54,7 +54,7 @@ class VerifyReport:
         return "\n".join([self._head(), *problems, *unsummed_, *not_checked])
 
     def _head(self) -> str:
-        found = f"{len(self.problems)} problems" if self.problems else good(self.without_checksums)
+        found = count(len(self.problems), "problem") if self.problems else good(self.without_checksums)
         unfinished = f", {len(self.unfinished)} unfinished" if self.unfinished else ""
         return f"{self.path}: {self.nbytes} bytes, {found}{unfinished}"
 

@@ -37,6 +37,7 @@ _MAX_LEAVES = 2000  # At most this many leaves have statistics.
 _MAX_CHANGES = 2000  # The comparison lists at most this many leaves.
 _SMALLEST = 1e-4  # A leaf or subtree with a smaller share of all bytes has no rectangle of its own.
 _NUMBERS = ("norm", "mean", "std", "low", "high")
+_ALL = Globs()  # every leaf
 _COUNTS = ("nan", "inf", "zeros")
 
 
@@ -45,7 +46,7 @@ def gather(
     *,
     steps: int = 20,
     compare: Sequence[int] = (),
-    globs: Sequence[str] = (),
+    globs: Globs = _ALL,
     progress: bool = False,
     max_expansion: float = expansion.MAX_RATIO,
     prefix: str | None = None,
@@ -195,9 +196,9 @@ class _Leaves:
         self.rows: list[dict[str, Any]] = []
         self._notes = notes
 
-    def read(self, steps: Sequence[tuple[int, Checkpoint | None]], globs: Sequence[str], progress: bool) -> None:
+    def read(self, steps: Sequence[tuple[int, Checkpoint | None]], globs: Globs, progress: bool) -> None:
         """Reads the arrays of these steps one after another. Raises `MismatchError` if the globs match none."""
-        arrays = [(step, _arrays(ckpt, Globs(globs)) if ckpt else {}) for step, ckpt in steps]
+        arrays = [(step, _arrays(ckpt, globs) if ckpt else {}) for step, ckpt in steps]
         sizes: dict[str, int] = {}
         for _, found in arrays:
             for path, array in found.items():

@@ -13,6 +13,8 @@ from typing import Any
 
 from ... import formats, stores
 from ..._core import expansion
+from ..._core.entries import check_count
+from ..._core.leaf_paths import globs_of
 from ..._core.tracebacks import hide_internal_frames
 from ..._core.units import nbytes
 from ..._printable import safe
@@ -81,7 +83,7 @@ def report(
     *,
     output: str | os.PathLike[str] = "report.html",
     steps: int = 20,
-    leaves: Sequence[str] = (),
+    leaves: str | Sequence[str] = (),
     compare: tuple[int, int] | None = None,
     prefix: str | None = None,
     progress: bool = False,
@@ -95,7 +97,7 @@ def report(
         nothing of arrays.
     output: the file to write. It may replace an earlier report, and nothing else.
     steps: reads the arrays of this many steps, spread evenly over the run. 0 reads none.
-    leaves: globs of the leaves with statistics; by default the 2,000 largest.
+    leaves: a glob or several, of the leaves with statistics; by default the 2,000 largest.
     compare: the two steps to compare value by value; by default the latest two, if arrays are read.
     prefix: the beginning of the step names; by default found from the steps.
     progress: shows a progress bar.
@@ -110,6 +112,8 @@ def report(
     places = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
     if not places:
         raise MismatchError("expected a run, found an empty list")
+    expansion.check_bound(max_expansion)
+    steps, globs = check_count("steps", steps, minimum=0), globs_of(leaves)
     place = stores.absolute(output)
     store = stores.get(place)
     check_replaceable(store, place)
@@ -123,7 +127,7 @@ def report(
             places[0],
             steps=steps,
             compare=compare or (),
-            globs=leaves,
+            globs=globs,
             progress=progress,
             max_expansion=max_expansion,
             prefix=prefix,

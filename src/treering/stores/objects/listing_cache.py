@@ -26,6 +26,7 @@ class ListingCache:
         self._folders: set[str] = set()  # of all listed levels
         self._heads: dict[str, ObjectMeta | None] = {}
         self._prefixes: dict[str, tuple[Any, ObjectMeta]] = {}
+        self._prefix_bytes = 0
         self._lock = free_in_children(threading.RLock())
         for one in found or ():
             folder = _parent_key(one.key)
@@ -94,9 +95,11 @@ class ListingCache:
             self._check_listed(found)
             known = memoryview(data).toreadonly(), found
             with self._lock:
-                self._prefixes[key] = known
-                while sum(len(one) for one, _ in self._prefixes.values()) > _MAX_BEGINNING_BYTES:
-                    del self._prefixes[next(iter(self._prefixes))]
+                if key not in self._prefixes:  # another thread may have read it meanwhile
+                    self._prefixes[key] = known
+                    self._prefix_bytes += len(known[0])
+                while self._prefix_bytes > _MAX_BEGINNING_BYTES:
+                    self._prefix_bytes -= len(self._prefixes.pop(next(iter(self._prefixes)))[0])
             self._heads[key] = found
         return known
 
