@@ -668,6 +668,11 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.wrap_key_data("embed")], r"embed is bfloat16\[5,6\]; expected uint32 whose last axis has 2"),
         (lambda: [rules.wrap_key_data("key")], "an array of PRNG keys, and this rule changes values"),
         (lambda: ["rename"], "expected rules made by treering.rules"),
+        (lambda: [rules.rename("a", 3)], "rename: expected text as new, found 3"),  # type: ignore[arg-type]
+        (lambda: [rules.copy("a", 3)], "copy: expected text as dst, found 3"),  # type: ignore[arg-type]
+        (lambda: [rules.stack(3)], "stack: expected text as glob, found 3"),  # type: ignore[arg-type]
+        (lambda: [rules.concat(["a"], 3)], "concat: expected text as new, found 3"),  # type: ignore[arg-type]
+        (lambda: [rules.drop(3)], "expected a glob or a list of them, found 3"),  # type: ignore[arg-type]
         (lambda: [rules.rename(["a"], "b")], r"\['a'\] is not a regular expression"),  # type: ignore[arg-type]
         (
             lambda: [rules.concat(r"layers/(\d+)/bias", "all")],

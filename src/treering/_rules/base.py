@@ -4,6 +4,7 @@ In this package `text` is the rule as the user would write it, for errors.
 """
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -27,6 +28,17 @@ class Rule(Protocol):
     def apply(self, leaves: Leaves) -> Leaves:
         """Returns the leaves after the change. Raises `MismatchError` if they do not fit the rule."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFields:
+    """Checks that the fields of a rule that are declared as text are text. Raises `MismatchError` otherwise."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type is str and not isinstance(value := getattr(self, field.name), str):
+                rule = type(self).__name__.lower()
+                raise MismatchError(f"{rule}: expected text as {field.name}, found {value!r:.100}")
 
 
 def check_list(rules: Any) -> None:

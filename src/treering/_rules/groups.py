@@ -17,6 +17,7 @@ from .._core.views_quantized import Step, scaled
 from ..errors import MismatchError
 from .base import (
     Leaves,
+    TextFields,
     axis_of,
     check_alike,
     check_any,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
+class Stack(TextFields):
     glob: str
     axis: int
     optional: bool
@@ -65,7 +66,7 @@ class Stack:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unstack:
+class Unstack(TextFields):
     glob: str
     axis: int
     optional: bool
@@ -137,7 +138,7 @@ class Split:
 
 
 @dataclasses.dataclass(frozen=True)
-class Concat:
+class Concat(TextFields):
     patterns: tuple[re.Pattern[str], ...]
     new: str
     axis: int
@@ -155,7 +156,7 @@ class Concat:
 
 
 @dataclasses.dataclass(frozen=True)
-class Combine:
+class Combine(TextFields):
     patterns: tuple[re.Pattern[str], ...]
     new: str
     function: "Callable[..., np.ndarray]"
@@ -208,7 +209,7 @@ def _grouped(
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
+class Scale(TextFields):
     pattern: re.Pattern[str]
     scale: str
     dtype: str
@@ -279,7 +280,7 @@ def _fits_float32(dtype: "np.dtype[Any]") -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rename:
+class Rename(TextFields):
     pattern: re.Pattern[str]
     new: str
     optional: bool
@@ -309,7 +310,7 @@ class Drop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy:
+class Copy(TextFields):
     src: str
     dst: str
     optional: bool
