@@ -1,5 +1,6 @@
 """What several test modules need."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -21,6 +22,18 @@ def git_directory(repository: str) -> Path | None:
     """Returns the git directory of a snapshot; None if there is none."""
     folder = Path(os.environ.get("TREERING_PROGRAMS", ""), repository.replace("/", "+"))
     return next((path for path in (folder, folder / "repo", folder / ".git") if (path / "objects").is_dir()), None)
+
+
+def open_at(path: Path) -> list[str]:
+    """Returns the paths at, above and below a path that this process has open, once for each descriptor.
+
+    All descriptors of the process would count those that other tests have left to the garbage collector.
+    """
+    found: list[Path] = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # That of the listing itself is closed by now.
+            found.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+    return sorted(str(one) for one in found if path == one or path in one.parents or one in path.parents)
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -1,6 +1,5 @@
 """Which files of a folder are the model, and the pieces of tensors that torch.distributed.checkpoint writes."""
 
-import contextlib
 import importlib.util
 import json
 import logging
@@ -20,7 +19,7 @@ import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
 import treering as tr
-from helpers import REAL
+from helpers import REAL, open_at
 from treering import stores
 from treering.errors import CorruptError, ExistsError, MismatchError, NotFoundError, TreeringError, UnsupportedError
 from treering.formats.safetensors.folder import written_names
@@ -612,12 +611,8 @@ def test_files_of_a_model_sleep_if_they_are_many(tmp_path: Path, monkeypatch: py
     shards = sorted((tmp_path / "m").glob("*-of-*"))
     assert len(shards) == 12
 
-    def awake() -> int:  # Other descriptors of the process come and go meanwhile.
-        found: list[str] = []
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                found.append(os.path.dirname(os.readlink(f"/proc/self/fd/{fd}")))
-        return found.count(str(tmp_path / "m"))
+    def awake() -> int:
+        return len(open_at(tmp_path / "m"))
 
     ckpt = tr.open(tmp_path / "m")
     assert 0 < awake() <= 3

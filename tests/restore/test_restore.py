@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import treering as tr
-from helpers import assert_same
+from helpers import assert_same, open_at
 from treering import stores
 from treering._core import describe as _differences
 from treering._restore import array_placement
@@ -601,7 +601,7 @@ def test_many_small_reads_hold_neither_descriptors_nor_mappings(saved: Any) -> N
 
     def held() -> tuple[int, int]:
         maps = pathlib.Path("/proc/self/maps").read_text()
-        return len(list(pathlib.Path("/proc/self/fd").iterdir())), maps.count(str(ckpt.path))
+        return len(open_at(pathlib.Path(ckpt.path))), maps.count(str(ckpt.path))
 
     before = held()
     rows = [ckpt[path][n] for n in range(10) for path in ckpt]

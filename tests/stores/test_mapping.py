@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import treering as tr
+from helpers import open_at
 from treering.stores import posix as module
 from treering.stores.posix import Disk
 
@@ -37,9 +38,9 @@ def test_leaves_read_one_by_one_share_a_mapping(path: pathlib.Path) -> None:
         return ckpt.select(f"{n:03}").restore(mmap=True)[f"{n:03}"]
 
     first = leaf(0)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_at(path)
     held = [first, *(leaf(n) for n in range(119, 0, -1))]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_at(path) == before != []
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
     assert sum(str(path) in line for line in maps) == 1
     assert [array[0] for array in held] == [0, *range(119, 0, -1)]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import treering as tr
+from helpers import open_at
 from treering import stores
 from treering.formats.treering import removal
 from treering.stores import directories, file_io
@@ -75,21 +76,21 @@ def test_links_on_the_way_leave_no_descriptor_open(tmp_path: pathlib.Path) -> No
     (tmp_path / "real" / "run").mkdir(parents=True)
     (tmp_path / "relative").symlink_to("real")
     (tmp_path / "absolute").symlink_to(tmp_path / "relative")
-    before = os.listdir("/proc/self/fd")
+    before = open_at(tmp_path)
     fd = module.open_trusted(str(tmp_path / "absolute" / "run"))
     if fd is not None:
         assert os.path.samestat(os.fstat(fd), os.stat(tmp_path / "real" / "run"))
         os.close(fd)
-    assert os.listdir("/proc/self/fd") == before
+    assert open_at(tmp_path) == before
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open descriptors")
 def test_a_file_whose_writing_fails_is_closed(tmp_path: pathlib.Path) -> None:
-    store, before = stores.get(str(tmp_path)), len(os.listdir("/proc/self/fd"))
+    store = stores.get(str(tmp_path))
     for n in range(100):
         with pytest.raises(ZeroDivisionError), store.new_file(f"{tmp_path}/{n}", overwrite=bool(n % 2)) as file:
             file.write(bytes(1 // 0))
-    assert len(os.listdir("/proc/self/fd")) < before + 50 and not os.listdir(tmp_path)
+    assert len(open_at(tmp_path)) < 50 and not os.listdir(tmp_path)
 
 
 def test_writes_go_on_after_short_ones(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
