@@ -154,7 +154,7 @@ def test_python_writes_the_page_of_the_command(run: pathlib.Path, treering: Any)
     tr.report(run, output=page, steps=2, leaves="layers/*/b")
     assert _Data(page.read_text("utf-8")).data["leaves"] == leaves
     for wrong, words in (
-        ({"leaves": 3}, "a glob or a list of them, found 3"),
+        ({"leaves": 3}, "leaves: expected a glob or a list of them, found 3"),
         ({"steps": "x"}, "steps: expected an integer from 0, found 'x'"),
         ({"max_expansion": "x"}, "expected a number from 1"),
     ):

@@ -24,7 +24,7 @@ IN_A_TRACE: dict[str, tuple[Callable[[Any, pathlib.Path], Any], str]] = {
     "sharding": (lambda x, path: tr.restore(path / "c", sharding=x), "sharding: expected a Sharding, Partitio"),
     "shardings": (lambda x, path: tr.restore(path / "c", sharding={"w": x}), "sharding: expected a Sharding, Partitio"),
     "at": (lambda x, path: tr.restore(path / "c", at=x), "expected a path within the checkpoint, as text"),
-    "select": (lambda x, path: tr.open(path / "c").select(x), "expected a glob or a list of them, found"),
+    "select": (lambda x, path: tr.open(path / "c").select(x), "select: expected a glob or a list of them, found"),
     "step": (lambda x, path: tr.restore(path / "run", step=x), "expected an integer from 0"),
     "rules": (lambda x, path: tr.rules.pad("w", ((x[0], 0),)), "expected a pair of integers for each axis"),
     "a value": (lambda x, path: tr.restore(path / "c", rules=[tr.rules.pad("w", ((1, 1),), x[0])]), "cannot be"),

@@ -672,7 +672,9 @@ def test_what_a_rule_copies_are_two_arrays(layers: pathlib.Path) -> None:
         (lambda: [rules.copy("a", 3)], "copy: expected text as dst, found 3"),  # type: ignore[arg-type]
         (lambda: [rules.stack(3)], "stack: expected text as glob, found 3"),  # type: ignore[arg-type]
         (lambda: [rules.concat(["a"], 3)], "concat: expected text as new, found 3"),  # type: ignore[arg-type]
-        (lambda: [rules.drop(3)], "expected a glob or a list of them, found 3"),  # type: ignore[arg-type]
+        (lambda: [rules.drop(3)], r"drop\(3\): expected a glob or a list of them, found 3"),  # type: ignore[arg-type]
+        (lambda: [rules.cast(3, "int8")], r"cast\(3, 'int8'\): expected a glob or a list"),  # type: ignore[arg-type]
+        (lambda: [rules.dequantize(3)], r"dequantize\(3\): expected a glob or a list"),  # type: ignore[arg-type]
         (lambda: [rules.rename(["a"], "b")], r"\['a'\] is not a regular expression"),  # type: ignore[arg-type]
         (
             lambda: [rules.concat(r"layers/(\d+)/bias", "all")],

@@ -13,7 +13,9 @@ import pytest
 import treering as tr
 import treering.orbax as ocp
 from thread_jobs import processes
+from treering import stores
 from treering._cli.main import main
+from treering._run import new_run
 from treering.errors import MismatchError, NotFoundError, TreeringError, UnsupportedError
 
 
@@ -273,6 +275,27 @@ def test_the_directory_of_a_step_is_answered_with_its_run(tmp_path: pathlib.Path
         assert f"step 3 of the run {run}; pass the run" in str(caught.value).splitlines()[0]
         assert "begin in another" not in str(caught.value)
     assert not list(path.glob("step-*")), "no step was saved in it"
+
+
+def test_the_search_for_runs_stops_at_its_limit(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is asked about directories that are not searched, however many there are; the log says so."""
+    monkeypatch.setattr(new_run, "_MAX_SEARCHED_FOLDERS", 3)
+    for n in range(9):
+        _save(tmp_path / "a" / f"{n}", 1)
+    asked: list[str] = []
+    is_folder = new_run.is_folder
+
+    def counted(store: Any, path: str, **options: Any) -> bool:
+        asked.append(path)
+        return is_folder(store, path, **options)
+
+    monkeypatch.setattr(new_run, "is_folder", counted)
+    with caplog.at_level(logging.INFO, "treering"):
+        found = new_run.runs_below(stores.get(str(tmp_path)), str(tmp_path), levels=2)
+    assert found.count("newest step 1") == 3 and asked == [f"{tmp_path}/a", *(f"{tmp_path}/a/{n}" for n in range(4))]
+    assert "only the first 3 directories were searched" in caplog.text
 
 
 def test_a_directory_of_runs_is_answered_with_the_runs(

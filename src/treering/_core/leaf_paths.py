@@ -148,13 +148,16 @@ class Globs(tuple[str, ...]):
         )
 
 
-def globs_of(globs: str | Iterable[str]) -> Globs:
-    """Returns one or several globs for many comparisons. Raises `MismatchError` for anything but text."""
+def globs_of(globs: str | Iterable[str], name: str = "") -> Globs:
+    """Returns one or several globs for many comparisons.
+
+    Raises `MismatchError`, which begins with the name of the argument or the rule, for anything but text.
+    """
     if isinstance(globs, Globs):
         return globs
     given = [globs] if isinstance(globs, str) else list(globs) if isinstance(globs, Iterable) else [globs]
     if not all(isinstance(one, str) for one in given):
-        raise MismatchError(f"expected a glob or a list of them, found {globs!r:.100}")
+        raise MismatchError(f"{name}: expected a glob or a list of them, found {globs!r:.100}")
     return Globs(given)
 
 
@@ -196,9 +199,9 @@ def find_path(text: str, paths: Collection[str]) -> str:
     return found[0] if found else text
 
 
-def find_globs(globs: str | Iterable[str], paths: Collection[str]) -> Globs:
-    """Returns the path that each of one or several globs means; see `find_path`."""
-    return Globs(find_path(glob, paths) for glob in globs_of(globs))
+def find_globs(globs: str | Iterable[str], paths: Collection[str], name: str = "") -> Globs:
+    """Returns the path that each of one or several globs means; see `find_path`, and `globs_of` for the name."""
+    return Globs(find_path(glob, paths) for glob in globs_of(globs, name))
 
 
 def parent_paths(path: str) -> list[str]:

@@ -213,7 +213,7 @@ class Checkpoint(Mapping[str, LazyArray | Any]):
 
         Raises `NotFoundError` if no leaf matches, and `MismatchError` if `glob` is neither text nor a list of it.
         """
-        given = globs_of(glob)
+        given = globs_of(glob, "select")
         globs = find_globs(given, self._source.entries)
         entries = {path: entry for path, entry in self._source.entries.items() if glob_fits(path, entry, globs)}
         idle = [

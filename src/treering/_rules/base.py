@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .._core.describe import describe_entry
 from .._core.entries import ArrayEntry, check_readable, glob_fits, is_absent, is_unreadable_tree, lost_entry
-from .._core.leaf_paths import Globs, canonical, find_globs, join_names
+from .._core.leaf_paths import canonical, find_globs, globs_of, join_names
 from .._core.source import Source
 from .._core.views import Leaf
 from ..errors import MismatchError, UnsupportedError
@@ -116,15 +116,15 @@ def check_any(found: Any, optional: bool, text: str, leaves: Leaves) -> None:
         )
 
 
-def matching_paths(leaves: Leaves, glob: str) -> list[str]:
+def matching_paths(leaves: Leaves, glob: str, text: str) -> list[str]:
     """Returns the paths that a glob matches, and the paths of damaged parts in which it could match a leaf."""
-    globs = find_globs(glob, leaves)
+    globs = find_globs(glob, leaves, text)
     return [path for path, leaf in leaves.items() if glob_fits(path, leaf.entry, globs)]
 
 
 def check_known(leaves: Leaves, text: str, glob: str = "**") -> None:
     """Raises `CorruptError` if a rule may change leaves of a damaged part, because their names are not known."""
-    globs = Globs((glob,))
+    globs = globs_of(glob, text)
     for path, leaf in leaves.items():
         if is_unreadable_tree(entry := leaf.entry) and glob_fits(path, entry, globs):
             within = f"{path}/**" if path else "**"

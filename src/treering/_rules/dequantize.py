@@ -36,7 +36,7 @@ class Dequantize:
         check_known(leaves, text, self.glob)
         entries = {path: leaf.entry for path, leaf in leaves.items()}
         groups = find_groups(entries)
-        globs = find_globs(self.glob, [*leaves, *(group.path for group in groups)])
+        globs = find_globs(self.glob, [*leaves, *(group.path for group in groups)], text)
         for group in find_misfits(entries, groups):
             if globs.match(group.path):
                 shown = ", ".join(f"{path} {describe_entry(entries[path])}" for path in group.members.values())

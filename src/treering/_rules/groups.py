@@ -304,7 +304,8 @@ class Drop:
     optional: bool
 
     def apply(self, leaves: Leaves) -> Leaves:
-        check_any(matching_paths(leaves, self.glob), self.optional, f"drop({self.glob!r})", leaves)
+        text = f"drop({self.glob!r})"
+        check_any(matching_paths(leaves, self.glob, text), self.optional, text, leaves)
         globs = find_globs(self.glob, leaves)
         return {path: leaf for path, leaf in leaves.items() if not glob_covers(path, leaf.entry, globs)}
 
@@ -332,7 +333,7 @@ class Each:
     or_keys: bool = False
 
     def apply(self, leaves: Leaves) -> Leaves:
-        fit = matching_paths(leaves, self.glob)
+        fit = matching_paths(leaves, self.glob, self.text)
         # Leaves without data are skipped if a wildcard matches them. A rule that names such a leaf itself is a mistake.
         named = find_globs(self.glob, leaves)
         arrays = [path for path in fit if path in named or not is_absent(leaves[path].entry)]

@@ -115,7 +115,7 @@ def stats(source: "str | os.PathLike[str] | Checkpoint | LazyArray", *, bins: in
     Print the returned object to read a table, which a notebook shows. Its `leaves` have the statistics by path: `size`,
     `nan`, `inf`, `zeros`, `low`, `high`, `mean`, `std`, `norm`, `quantiles` and `histogram`. NaN and infinities are
     counted; the other numbers are those of the finite values. Arrays are read in slices. Raises `MismatchError` for an
-    array without numbers.
+    array without numbers, or for `bins` that are no number from 0.
     """
     bins = check_count("bins", bins, minimum=0)
     if isinstance(source, LazyArray):

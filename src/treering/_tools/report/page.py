@@ -106,14 +106,14 @@ def report(
     The report and the log name what could not be read. A notebook shows the page. The returned object has its `path`
     and size `nbytes`, the steps that were `read`, the `notes`, and the number of runs that are `left_out`.
 
-    Raises `NotFoundError` if there is no run or no valid step, and `MismatchError` if `compare` names a step that is
-    not valid. Raises `SaveError` if the page cannot be written.
+    Raises `NotFoundError` if there is no run or no valid step, and `MismatchError` for a wrong argument, or if
+    `compare` names a step that is not valid. Raises `SaveError` if the page cannot be written.
     """
     places = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
     if not places:
         raise MismatchError("expected a run, found an empty list")
     expansion.check_bound(max_expansion)
-    steps, globs = check_count("steps", steps, minimum=0), globs_of(leaves)
+    steps, globs = check_count("steps", steps, minimum=0), globs_of(leaves, "leaves")
     place = stores.absolute(output)
     store = stores.get(place)
     check_replaceable(store, place)
